@@ -162,11 +162,7 @@ def _cores(name: str, tensors: Mapping[str, Tensor], entry: Mapping[str, Any]) -
     key = next((key for key in tensors if key.startswith(CORE_KEY) and "." not in key), None)
     if key is None:
         raise ValueError(f"The adapter of {name!r} is no frozen core. Export a LoRA, and serve it on its base model.")
-    if (basis_id := key.removeprefix(CORE_KEY)) != entry["basis_id"]:
-        raise ValueError(
-            f"{name!r} has a core on the basis {basis_id}, but this model has {entry['basis_id']}. A core works on "
-            "one basis only: export the basis model of its basis."
-        )
+    _require_basis(repr(name), key.removeprefix(CORE_KEY), entry)
     factors = (".frozencore_P", ".frozencore_Q")
     if more := next((other for other in tensors if not other.startswith(key) and not other.endswith(factors)), None):
         raise ValueError(f"{name!r} trains more than its core, as {more!r}. Merge it into a model of its own.")
@@ -354,7 +350,7 @@ class TenantWorker:
 
         loras = self.model_runner.lora_manager
         manager = loras._adapter_manager
-        _require_basis(weights, getattr(self.model_config.hf_config, ENTRY))
+        _require_basis("The tenant", _basis_id_in(weights), getattr(self.model_config.hf_config, ENTRY))
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
         renamed = mapper and mapper.get_rename_mapper()
         layers = {}
@@ -372,13 +368,17 @@ class TenantWorker:
         manager.activate_adapter(number)
 
 
-def _require_basis(weights: bytes, entry: dict[str, Any]) -> None:
-    """Compare the basis id in the header of a tenant's weights with the model's."""
+def _basis_id_in(weights: bytes) -> str | None:
+    """The basis id in the header of a tenant's weights."""
     start = 8  # bytes of the header's length
     header = json.loads(weights[start : start + int.from_bytes(weights[:start], "little")])
-    basis_id = header.get("__metadata__", {}).get(ENTRY)
+    basis_id: str | None = header.get("__metadata__", {}).get(ENTRY)
+    return basis_id
+
+
+def _require_basis(tenant: str, basis_id: str | None, entry: Mapping[str, Any]) -> None:
     if basis_id != entry["basis_id"]:
         raise ValueError(
-            f"The tenant has a core on the basis {basis_id}, but this model has {entry['basis_id']}. "
-            "A core works on one basis only."
+            f"{tenant} has a core on the basis {basis_id}, but this model has {entry['basis_id']}. A core works on one "
+            "basis only: export the basis model of its basis."
         )

@@ -24,7 +24,14 @@ from torch import Tensor
 
 from frozencore.adapter.base_record import base_digest
 from frozencore.errors import ArtifactError, CalibrationError
-from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, folder_of, forbidden_in, is_folder
+from frozencore.files.adapter_folder import (
+    FACTORS_FILE,
+    HEADER_FILE,
+    folder_of,
+    forbidden_in,
+    is_folder,
+    require_header,
+)
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.files.hub import is_hub_id
@@ -212,11 +219,7 @@ def require_same_id(origin: str, basis_id: str, other: str, other_id: str | None
 
 def _folder(place: str | Path, revision: str | None) -> Path:
     folder = folder_of(str(place), revision)
-    if not is_folder(folder) or not (folder / HEADER_FILE).is_file():
-        raise ArtifactError(
-            f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {str(place)[:300]} has no {HEADER_FILE}. "
-            "Point at one that save_basis or `frozencore calibrate` wrote, or at a hub id."
-        )
+    require_header(folder)
     return folder
 
 

@@ -131,11 +131,11 @@ def refuse_unknown_flag(command: TyperGroup, words: Sequence[str]) -> None:
         given = word.partition("=")[0]
         if not given.startswith("--") or given in flags or given == "--":
             continue
-        if (dashed := given.replace("_", "-")) in flags:
-            raise ConfigError(f"There is no flag {given}. Did you mean {dashed}?")
-        nearest = nearest_name(given, flags, similar=NEARLY)
+        dashed = given.replace("_", "-")
+        nearest = dashed if dashed in flags else nearest_name(given, flags, similar=NEARLY)
         guess = f"Did you mean {nearest}?" if nearest else f"See `{_help_of(command, words)}`."
-        raise ConfigError(counterpart(given) or f"There is no flag {given}. {guess}")
+        instead = None if dashed in flags else counterpart(given)
+        raise ConfigError(instead or f"There is no flag {given}. {guess}")
 
 
 def _named(command: TyperGroup, words: Sequence[str]) -> list[TyperGroup | TyperCommand]:

@@ -80,10 +80,11 @@ def export(
         raise ConfigError(
             f"--to {to} takes {f'--bits {known}' if known else 'no --bits'}, but --bits {bits} was given."
         )
-    if output is None and to != "link":
-        raise ConfigError(f"--to {to} writes a {'file' if to in FILES else 'folder'}. Give --out, its place.")
-    if output is not None and to == "link":
-        raise ConfigError("--to link prints the link and writes nothing: leave --out out.")
+    if (output is None) != (to == "link"):
+        writes = f"--to {to} writes a {'file' if to in FILES else 'folder'}. Give --out, its place."
+        raise ConfigError(
+            writes if output is None else "--to link prints the link and writes nothing: leave --out out."
+        )
     if base is not None and to != "onnx-adapter":
         require_model(base)
         base = model_location(base)

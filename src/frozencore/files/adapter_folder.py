@@ -88,6 +88,19 @@ def adapter_in(folder: Path) -> Path:
     raise ArtifactError(missing(folder, CONFIG_FILE))
 
 
+def require_header(folder: Path) -> None:
+    """Check that a folder is that of a basis.
+
+    Raises:
+        ArtifactError: It is not.
+    """
+    if not is_folder(folder) or not (folder / HEADER_FILE).is_file():
+        raise ArtifactError(
+            f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {str(folder)[:300]} has no {HEADER_FILE}. "
+            "Point at one that save_basis or `frozencore calibrate` wrote, or at a hub id."
+        )
+
+
 def is_folder(place: str | Path) -> bool:
     """Return whether a text names an existing folder; False for a too long name or a zero byte."""
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from unicodedata import normalize
 
-from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
-from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, RESERVED, name_on_disk, require_tenant_name
+from frozencore.errors import ConfigError, DataError, ModelError
+from frozencore.files.adapter_folder import RESERVED, name_on_disk, require_header, require_tenant_name
 from frozencore.files.hub import is_hub_id, safe_loading
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.text import nearest_name
@@ -54,11 +54,8 @@ def require_basis(place: str) -> None:
     Raises:
         ArtifactError: It is no folder of a basis.
     """
-    if not (Path(place) / HEADER_FILE).is_file() and (Path(place).exists() or not is_hub_id(place)):
-        raise ArtifactError(
-            f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {place} has no {HEADER_FILE}. Point at "
-            "one that save_basis or `frozencore calibrate` wrote, or at a hub id."
-        )
+    if Path(place).exists() or not is_hub_id(place):
+        require_header(Path(place))
 
 
 def require_model(name: str) -> None:
@@ -114,12 +111,7 @@ def find_tenants(path: Path) -> dict[str, Path]:
         DataError: The folder or file does not exist, or has no row files.
         ConfigError: A name cannot be a folder name or appears twice, or the YAML file is not a table of files.
     """
-    if path.is_dir():
-        files = {file: row_file(file.name) for file in _visible(path)}
-        named = [(name.stem, file) for file, name in files.items() if name is not None]
-        if not named:
-            raise DataError(f"--tenants {path} must hold {KINDS} for each tenant, but holds none.")
-    elif path.suffix in (".yaml", ".yml"):
+    if path.suffix in (".yaml", ".yml"):
         content = read_yaml(path)
         words = [word for line in content.items() for word in line] if isinstance(content, dict) else []
         if not words or not all(isinstance(word, str) for word in words):  # YAML reads 007 as 7, and no as false
@@ -129,7 +121,12 @@ def find_tenants(path: Path) -> dict[str, Path]:
             )
         named = [(name, path.parent / file) for name, file in content.items()]
     else:
-        raise DataError(f"--tenants must name a folder of row files or a YAML file, but {path} is neither.")
+        files = {file: row_file(file.name) for file in (_visible(path) if path.is_dir() else ())}
+        named = [(name.stem, file) for file, name in files.items() if name is not None]
+        if not named:
+            raise DataError(
+                f"--tenants must name a folder with {KINDS} for each tenant, or a YAML file, but {path} has none."
+            )
     tenants: dict[str, Path] = {}
     known = {name: name for name in RESERVED}  # by the name on a disk that ignores case
     for given, file in named:

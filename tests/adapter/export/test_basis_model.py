@@ -167,9 +167,7 @@ def test_a_tenants_weights_in_memory_are_the_cores_of_its_folder_and_name_its_ba
     assert written.metadata() == sent.metadata()
     assert sent.keys() == [name for name in written.keys() if ".lora_A." not in name]  # noqa: SIM118
     assert all(torch.equal(written.get_tensor(name), sent.get_tensor(name)) for name in sent.keys())  # noqa: SIM118
-    frozencore_vllm._require_basis(weights, entry)
-    with pytest.raises(ValueError, match="this model has another. A core works on one basis only"):
-        frozencore_vllm._require_basis(weights, {"basis_id": "another"})
+    assert frozencore_vllm._basis_id_in(weights) == entry["basis_id"]
 
 
 STOCK = """

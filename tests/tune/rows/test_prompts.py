@@ -49,7 +49,11 @@ def test_a_prompts_last_space_moves_to_the_completion_and_a_text_has_loss_everyw
 
 
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any], object]]] = {
-    "style": (ConfigError, "'chat' needs a chat template.* Use 'plain'", lambda t: PromptEncoder(t, style="chat")),
+    "style": (
+        ConfigError,
+        "'chat' need a chat template.* in the style 'plain'",
+        lambda t: PromptEncoder(t, style="chat").encode([Row("7", "a", "b")]),
+    ),
     "completion": (DataError, "Row 7: a completion", lambda t: PromptEncoder(t).encode([Row("7", "a", "")])),
     "choice": (DataError, "Row 7: a completion", lambda t: PromptEncoder(t).encode([Row("7", "a", "a", ("a", ""))])),
     "answer": (DataError, "Row 7: the completion 'b' must be among its choices", lambda _: Row("7", "a", "b", ("a",))),

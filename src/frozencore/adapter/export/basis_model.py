@@ -81,7 +81,8 @@ def export_basis_model(
 
     Raises:
         ArtifactError: The basis is damaged or of another base model, or ``out`` exists.
-        ConfigError: There is no basis yet, tenants cannot share it, or no base model is named.
+        ConfigError: No base model is named.
+        CalibrationError: There is no basis yet.
         ModelError: The base model cannot be read, is quantised, or is no causal language model.
     """
     directory, out = Path(directory), Path(out)
@@ -222,7 +223,8 @@ def export_tenant(
 
     Raises:
         ArtifactError: The adapter is damaged, ``out`` exists, or the basis model has another basis.
-        ConfigError: The adapter does not exist, has no basis, or trains more than its cores.
+        ConfigError: The adapter does not exist, or trains more than its cores.
+        CalibrationError: It has no basis yet.
     """
     require_dtype(dtype)
     adapter = export_source(model_or_directory, adapter_name)
@@ -254,7 +256,8 @@ def tenant_weights(model: nn.Module, *, adapter_name: str | None = None, dtype: 
         adapter_name: Which adapter of the model; the active one by default.
 
     Raises:
-        ConfigError: The adapter does not exist, has no basis, or trains more than its cores.
+        ConfigError: The adapter does not exist, or trains more than its cores.
+        CalibrationError: It has no basis yet.
         ArtifactError: A core has values that are not finite in ``dtype``.
     """
     require_dtype(dtype)

@@ -100,8 +100,9 @@ def export_lora(
 
     Raises:
         ArtifactError: The adapter is damaged or of another base model, or ``out`` exists.
-        ConfigError: The rank is below 1, the adapter does not exist, has no basis, or trains more than its cores. Or
-            PEFT would not load its layers right onto the base model.
+        ConfigError: The rank is below 1, the adapter does not exist, or trains more than its cores. Or PEFT would not
+            load its layers right onto the base model.
+        CalibrationError: The adapter has no basis yet.
     """
     require_dtype(dtype)
     adapter = export_source(model_or_directory, adapter_name)

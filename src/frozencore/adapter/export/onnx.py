@@ -90,7 +90,8 @@ def export_onnx(
 
     Raises:
         ArtifactError: The basis is damaged or of another base model, or ``out`` exists.
-        ConfigError: There is no basis yet, or no base model is named, or the extra ``onnx`` is missing.
+        ConfigError: No base model is named, or the extra ``onnx`` is missing.
+        CalibrationError: There is no basis yet.
         ModelError: The base model cannot be read, is quantised, or the builder does not know it.
     """
     _require(dtype)
@@ -231,7 +232,7 @@ def _add_basis(path: Path, basis: Basis, dtype: torch.dtype) -> None:
 
 
 def _split_core(ranks: Mapping[str, int], constants: dict[str, torch.Tensor]) -> Iterator[Any]:
-    """Nodes that cut the vector of a core into each layer's R (tenants x r x r): one reshape for a run of equal ranks."""
+    """Nodes that cut a core's vector into each layer's R (tenants x r x r): one reshape for a run of equal ranks."""
     from onnx import helper
 
     runs = [(rank, list(names)) for rank, names in groupby(ranks, key=lambda name: ranks[name])]

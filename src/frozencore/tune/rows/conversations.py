@@ -92,8 +92,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.chat_template:
             raise ConfigError(
-                "Chat messages need a chat template, but this tokenizer has none. Use rows of prompt and completion "
-                "(other columns: --columns prompt=NAME,completion=NAME)."
+                "Chat messages and the prompt style 'chat' need a chat template, but this tokenizer has none. Use rows "
+                "of prompt and completion (other columns: --columns prompt=NAME,completion=NAME) in the style 'plain'."
             )
         self.tokenizer = tokenizer
         self.tokens = added_tokens(tokenizer)

@@ -17,7 +17,7 @@ from datetime import date
 from functools import cached_property
 from typing import Any, Literal
 
-from frozencore.errors import ConfigError, DataError, ModelError, NoRowsError
+from frozencore.errors import DataError, ModelError, NoRowsError
 from frozencore.text import num_of
 from frozencore.tune.rows import CONTROL, ChoiceTokens, Row, TokenRow
 from frozencore.tune.rows.conversations import (
@@ -56,7 +56,6 @@ class PromptEncoder:
         loss_on: The assistant's turns with loss: the last one, or all.
 
     Raises:
-        ConfigError: ``chat`` without a template.
         ModelError: The tokenizer has no end token, or is a slow one, which does not say where its tokens stand.
     """
 
@@ -69,10 +68,6 @@ class PromptEncoder:
         too_long: TooLong = "refuse",
         loss_on: LossOn = "last",
     ) -> None:
-        if style == "chat" and not tokenizer.chat_template:
-            raise ConfigError(
-                "The prompt style 'chat' needs a chat template, but this tokenizer has none. Use 'plain'."
-            )
         if tokenizer.eos_token_id is None:
             raise ModelError("Training and scoring need an end token, but this tokenizer has none. Set eos_token.")
         if not tokenizer.is_fast:
