@@ -35,7 +35,7 @@ FILES = {
     "few/ben.jsonl": lines({"prompt": "How many?", "completion": " 3"}), "mute/anna.jsonl": SUMS,
     "mute/ben.jsonl": lines(*({"prompt": f"{i}?", "completion": ""} for i in range(9))),
     "modl.yaml": "modl: pocket", "zzz.yaml": "zzz: 1",
-    "deep.yaml": "model: {name: pocket}", "list.yaml": "- model", "again.yaml": "rank: 2\nrank: 3",
+    "deep.yaml": "data: rows.jsonl\nmodel: {name: pocket}", "list.yaml": "- model", "again.yaml": "rank: 2\nrank: 3",
     "config.yaml": "config: other.yaml", "lora.yaml": "lora_r: 8",
 }  # fmt: skip
 
@@ -101,7 +101,7 @@ BEFORE_TORCH = {
     f"calibrate {P} --eva-center {X}": "The method 'fcca' does not read eva_center .it is for eva.",
     f"tune --config modl.yaml {X}": "the key 'modl', which `tune` does not know. Did you mean model",
     f"tune --config zzz.yaml {X}": "the key 'zzz', which `tune` does not know. See `frozencore tune --help`.",
-    f"tune --config deep.yaml {X}": "Model .*: there is no such folder",
+    f"tune --config deep.yaml {X}": "Model .*: it is no folder and not in",
     f"tune --config list.yaml {X}": "must hold flags as `rank: 8`, a line each",
     f"tune --config again.yaml {X}": "the key 'rank' is given twice",
     f"tune --config config.yaml {X}": "has the key 'config'",
