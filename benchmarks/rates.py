@@ -1,11 +1,11 @@
 """How near does the proposed learning rate of a core come to the best one, and what is lost by a fixed one?
 
-    python benchmarks/rates.py --model DIR --data-root DIR --sets trec_coarse,sst2 --rates 2.5e-3,5e-3,1e-2   # resumes
+    python benchmarks/rates.py --model DIR --data-root DIR --sets trec_coarse,sst2 --rates 1e-2 --factors .5,2 # resumes
 
 Each data set trains a core on 128 of its rows (two epochs of eight rows a step, warm-up .1, cosine) at the proposed
-rate and at each given one, on one basis from the same rows, and a LoRA of rank 16 with alpha 32 at each LoRA rate. A
-line of the results is the held-out loss of one arm, in nats per token of the completion, on 96 rows. float32, one
-thread.
+rate, at its multiples and at each given one, on one basis from the same rows, and a LoRA of rank 16 with alpha 32 at
+each LoRA rate. A line of the results is the held-out loss of one arm, in nats per token of the completion, on 96 rows.
+float32, one thread.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ def recipe(rate: float) -> Recipe:
 
 
 def measure_cores(
-    model: nn.Module, pad_id: int, rows: list[TokenRow], held_out: list[TokenRow], rates: list[float], about: Record,
-    results: Results,
+    model: nn.Module, pad_id: int, rows: list[TokenRow], held_out: list[TokenRow], rates: list[float],
+    factors: list[float], about: Record, results: Results,
 ) -> None:  # fmt: skip
-    """Add the lines of a core at the proposed rate and at the given ones, on one basis."""
+    """Add the lines of a core at the proposed rate, at its multiples and at the given ones, on one basis."""
     with adapted(model, about["method"], about["rank"]) as core:
         proposed = calibrate(core, calibration_batches(rows, pad_id), progress=False).learning_rate
         tenants = {"proposed": proposed, **{f"{rate:g}": rate for rate in rates}}
+        tenants |= {f"x{factor:g}": factor * proposed for factor in factors}
         for arm, rate in tenants.items():
             if not results.get({**about, "arm": arm}):
                 done: dict[str, Any] = {}
@@ -69,6 +70,7 @@ def measure_cores(
 
 MODELS = {"smollm2": "SmolLM2-135M", "half": "Qwen2.5-Coder-0.5B"}
 FIXED = 1e-2  # the default before rates were measured
+LORA_DEFAULT = 2e-4
 
 
 def table_of(lines: list[Record]) -> str:
@@ -82,12 +84,16 @@ def table_of(lines: list[Record]) -> str:
         if "proposed" not in by_arm or f"{FIXED:g}" not in by_arm:
             continue
         best = min((line for line in cores if line["loss"] is not None), key=lambda line: line["loss"])
-        lora = min((line for line in here if line["method"] == "lora"), key=lambda line: line["loss"], default=None)
+        loras = sorted((line for line in here if line["method"] == "lora"), key=lambda line: line["loss"])
         losses = [at_rate(by_arm["proposed"]), at_rate(by_arm[f"{FIXED:g}"]), f"{at_rate(best)}, {len(cores)} tried"]
-        of_lora = "" if lora is None else at_rate(lora)
-        rows.append([f"{MODELS[model]}, {name}", f"{by_arm['base']['loss']:.3f}", *losses, of_lora])
-    titles = "model and data set|base model|core, proposed rate|core, 1e-2|core, best rate tried|LoRA, r = 16, alpha 32"
-    return table(titles.split("|"), rows)
+        default = [at_rate(line) for line in loras if line["rate"] == LORA_DEFAULT] or ["not run"]
+        of_lora = (
+            [*default, f"{at_rate(loras[0])}, {len(loras)} tried"] if len(loras) > 1 else [*default, "not searched"]
+        )
+        rows.append([f"{MODELS[model]}, {name}", f"{by_arm['base']['loss']:.3f}", *losses, *of_lora])
+    best_tried = "best rate tried"
+    core, lora = ["core, proposed rate", "core, 1e-2", f"core, {best_tried}"], ["LoRA, 2e-4", f"LoRA, {best_tried}"]
+    return table(["model and data set", "base model", *core, *lora], rows)
 
 
 def at_rate(line: Record) -> str:
@@ -103,6 +109,7 @@ def main() -> None:
     parser.add_argument("--methods", default="fcca")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rates", default="", help="rates of the core beside the proposed one")
+    parser.add_argument("--factors", default="", help="further rates of the core, as multiples of the proposed one")
     parser.add_argument("--lora-rates", default="", help="rates of a LoRA of rank 16")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -114,8 +121,9 @@ def main() -> None:
     }  # fmt: skip
     results = Results(options.out or RESULTS / "rates.jsonl", common, NAMES)
     which = {"model": Path(options.model).name, "model_sha256": fingerprint_model(model)[:16]}
-    rates, lora_rates = (
-        [float(rate) for rate in text.split(",") if rate] for text in (options.rates, options.lora_rates)
+    rates, factors, lora_rates = (
+        [float(number) for number in text.split(",") if number]
+        for text in (options.rates, options.factors, options.lora_rates)
     )
     for name in options.sets.split(","):
         if options.quick:
@@ -131,7 +139,7 @@ def main() -> None:
             results.add({**base, "loss": loss})
         for method in options.methods.split(","):
             about = {**place, "method": method, "rank": options.rank}
-            measure_cores(model, encoder.pad_id, rows, held_out, rates, about, results)
+            measure_cores(model, encoder.pad_id, rows, held_out, rates, factors, about, results)
         for rate in lora_rates:
             about = {**place, "method": "lora", "rank": 16, "arm": f"{rate:g}"}
             if not results.get(about):

@@ -285,7 +285,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         if here.P.dtype == torch.float16:  # which rounds in other places than bfloat16
             rounded = here if will_load is None else replace(will_load, P=will_load.P.half(), Q=will_load.Q.half())
             digest = layer_digest(rounded)
-        version = _version_of(here) if will_load is None else None
+        version = self._basis_version(adapter_name) if will_load is None else None
         self.frozencore_mark[adapter_name] = BasisMark(basis_id, digest, version)
 
     def current_basis_id(self, adapter_name: str) -> str | None:
@@ -293,13 +293,18 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         mark = self.frozencore_mark.get(adapter_name)
         if mark is None:
             return None
-        here = self.basis(adapter_name)
-        version = _version_of(here)
-        if mark.version != version or here.P.is_inference():
-            if mark.digest != layer_digest(here):
+        version = self._basis_version(adapter_name)
+        if mark.version != version or self.frozencore_P[adapter_name].is_inference():
+            if mark.digest != layer_digest(self.basis(adapter_name)):
                 return None
             self.frozencore_mark[adapter_name] = mark._replace(version=version)
         return mark.basis_id
+
+    def _basis_version(self, adapter_name: str) -> tuple[object, ...]:
+        """Values that differ once P, Q or s was replaced or changed in place; inference tensors count no changes."""
+        P, Q = self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name]
+        versions = (0, 0) if P.is_inference() or Q.is_inference() else (P._version, Q._version)
+        return id(P), id(Q), P.data_ptr(), Q.data_ptr(), *versions, self.frozencore_scale[adapter_name]
 
     @property
     def stored_layer(self) -> Any:
@@ -439,20 +444,13 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
             self.frozencore_state[name] = BasisState.READY if has_basis else BasisState.UNKNOWN
             mark = self.frozencore_mark.get(name)
             if mark is not None and mark.version is None and not P.is_meta:
-                self.frozencore_mark[name] = mark._replace(version=_version_of(self.basis(name)))
+                self.frozencore_mark[name] = mark._replace(version=self._basis_version(name))
 
     def extra_repr(self) -> str:
         return quantization_extra_repr(self)
 
     def __repr__(self) -> str:
         return "frozencore." + super().__repr__()
-
-
-def _version_of(basis: LayerBasis) -> tuple[object, ...]:
-    """Values that differ once P, Q or s was replaced or changed in place; inference tensors count no changes."""
-    P, Q = basis.P, basis.Q
-    versions = (0, 0) if P.is_inference() or Q.is_inference() else (P._version, Q._version)
-    return id(P), id(Q), P.data_ptr(), Q.data_ptr(), *versions, basis.scale
 
 
 def have_same_bits(one: Tensor, other: Tensor) -> bool:
