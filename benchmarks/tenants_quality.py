@@ -53,7 +53,8 @@ from torch import Tensor
 from frozencore import Core, basis_id, frozen_core_layers, swap_core
 from frozencore.adapter.core import sum_cores
 from frozencore.files.fingerprint import fingerprint_model
-from frozencore.maths.compress import Compression, compress
+from frozencore.maths.basis import LayerBasis
+from frozencore.maths.compress import compress
 from frozencore.maths.linalg import complete_orthonormal, seeded_generator
 from frozencore.maths.moments import LayerMoments
 from frozencore.tune.load import load_model
@@ -78,7 +79,7 @@ from tenant_study import (
     zero_core,
 )
 
-Bases = Mapping[str, Compression]
+Bases = Mapping[str, LayerBasis]
 OWN_RATE, POOLED_RATE = 1e-2, 2e-2
 LORA_RATES = {1: 1.6e-2, 2: 2e-3, 4: 2e-3, 16: 2e-3}
 """The rates that ``sharing`` found, by which the other studies train."""
@@ -311,7 +312,7 @@ class Compressing(Study):
 
     # ------------------------------------------------------------------------------------------------ one basis of them
 
-    def compressed(self, updates: Mapping[str, Updates], rank: int) -> dict[str, Compression]:
+    def compressed(self, updates: Mapping[str, Updates], rank: int) -> dict[str, LayerBasis]:
         layers = next(iter(updates.values()))
         return {layer: filled(compress([own[layer] for own in updates.values()], rank), rank) for layer in layers}
 
@@ -372,7 +373,7 @@ class Compressing(Study):
             self.measure(f"newcomers, {arm}", rank, jobs, adapters, validates=True)
 
 
-def filled(found: Compression, rank: int) -> Compression:
+def filled(found: LayerBasis, rank: int) -> LayerBasis:
     """The basis with random directions up to this rank, so that all layers have one."""
     P, Q = (complete_orthonormal(X, rank, seeded_generator(0, "compress", "filled")) for X in (found.P, found.Q))
     return replace(found, P=P, Q=Q)

@@ -37,11 +37,12 @@ from frozencore.files.adapter_folder import (
     require_tenant_name,
 )
 from frozencore.files.atomic_write import atomic_folder, write_json
-from frozencore.maths.basis import known_basis
+from frozencore.maths.basis import LayerBasis
 from frozencore.maths.compress import (
-    Compression,
     CutAlone,
     compress,
+    core_of,
+    energy,
     sharing_keeps_more_from,
     singular_energies,
 )
@@ -144,33 +145,33 @@ def compress_adapters(
         raise ConfigError(f"A basis has a rank of 1 or more, but {rank} was given.")
     ready(sources.keys())
     equal = _equal_ones(sources)
-    found: dict[str, Compression] = {}
+    found: dict[str, LayerBasis] = {}
     cores: dict[str, dict[str, Tensor]] = {name: {} for name in sources}
     energies: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in sources}
     spectra: dict[str, dict[str, Tensor]] = {name: {} for name in sources}
     for number, layer in enumerate(shapes, start=1):
         updates = {name: source.update(layer) for name, source in sources.items() if layer in source.factors}
         counted = [name not in equal for name in updates]
-        made = compress(list(updates.values()), min(rank, *shapes[layer]), counted=counted)
-        if width := made.P.shape[1]:
-            found[layer] = made
+        basis = compress(list(updates.values()), min(rank, *shapes[layer]), counted=counted)
+        if basis.rank:
+            found[layer] = basis
             for of_layers in cores.values():
-                of_layers[layer] = torch.zeros(width, width)
-            of_each = zip(updates, made.cores, made.kept_energies, made.energies, strict=True)
-            for name, R, inside, whole in of_each:
-                cores[name][layer], energies[name][layer] = R, (inside, whole)
-                spectra[name][layer] = singular_energies(*updates[name])
+                of_layers[layer] = torch.zeros(basis.rank, basis.rank)
+            for name, update in updates.items():
+                cores[name][layer] = R = core_of(basis.P, basis.Q, update)
+                energies[name][layer] = float(R.double().square().sum()), energy(*update)
+                spectra[name][layer] = singular_energies(*update)
         progress("compress", number, len(shapes), layer)
     config = _config_of(sources, found, base)
-    bases = {layer: known_basis(made.P, made.Q, config.scale_of(layer)) for layer, made in found.items()}
+    scaled = {layer: replace(basis, scale=config.scale_of(layer)) for layer, basis in found.items()}
     record = record_of_base(sources.values(), {layer: shapes[layer] for layer in found}, base)
-    basis = config.make_basis(bases, base=record)
+    shared = config.make_basis(scaled, base=record)
     of_name: dict[str, Core] = {}
     for name, of_layers in cores.items():
-        scaled = {layer: R / config.scale_of(layer) for layer, R in of_layers.items()}
-        of_name[name] = Core.of(basis.id, scaled).in_bits(bits, basis.ranks)
-        for layer, R in of_name[name].by_layer(basis.ranks).items():
-            lost = float((R - scaled[layer]).double().square().sum()) * config.scale_of(layer) ** 2
+        exact = {layer: R / config.scale_of(layer) for layer, R in of_layers.items()}
+        of_name[name] = Core.of(shared.id, exact).in_bits(bits, shared.ranks)
+        for layer, R in of_name[name].by_layer(shared.ranks).items():
+            lost = float((R - exact[layer]).double().square().sum()) * config.scale_of(layer) ** 2
             if lost and layer in energies[name]:
                 inside, whole = energies[name][layer]
                 energies[name][layer] = inside - lost, whole
@@ -181,7 +182,7 @@ def compress_adapters(
             f"the updates of {num_of(len(sources), 'adapter')}, of which it keeps {sum(shares) / len(shares):.0%} "
             f"({min(shares):.0%} to {max(shares):.0%})"
         )
-        replace(basis, calibrated_on=made_of).write(aside / BASIS_FOLDER)
+        replace(shared, calibrated_on=made_of).write(aside / BASIS_FOLDER)
         for name, core in of_name.items():
             _write_core(aside, out, name, core, config, sources[name])
         alone = [
@@ -196,10 +197,10 @@ def compress_adapters(
             }
             for name, source in sources.items()
         }  # fmt: skip
-        about = {"basis": basis.id, "rank": config.r, "sizes": asdict(sizes), "adapters": content, "skipped": skipped}
+        about = {"basis": shared.id, "rank": config.r, "sizes": asdict(sizes), "adapters": content, "skipped": skipped}
         write_json(aside / COMPRESSION_FILE, about)
     names = [] if base is None else other_names(sources.values(), base)
-    return CompressedAdapters(out, basis.id, config.r, len(found), kept, sizes, equal, skipped, names)
+    return CompressedAdapters(out, shared.id, config.r, len(found), kept, sizes, equal, skipped, names)
 
 
 def _equal_ones(sources: Mapping[str, LowRankAdapter]) -> dict[str, str]:
@@ -214,7 +215,7 @@ def _sizes_in(
     folder: Path,
     sources: Mapping[str, LowRankAdapter],
     alone: Sequence[CutAlone],
-    found: Mapping[str, Compression],
+    found: Mapping[str, LayerBasis],
     kept: float,
 ) -> Sizes:
     """The sizes of what was written, and from how many adapters on it pays."""
@@ -222,7 +223,7 @@ def _sizes_in(
     before, number = sum(source.num_bytes for source in sources.values()), len(sources)
     basis, tenant = (folder / BASIS_FOLDER / FACTORS_FILE).stat().st_size, sum(f.stat().st_size for f in files) / number
     values = sum(one.P.numel() + one.Q.numel() for one in found.values())
-    core = sum(one.P.shape[1] ** 2 for one in found.values())
+    core = sum(one.rank**2 for one in found.values())
     saved = before / number - tenant
     smaller_from = int(basis // saved) + 1 if saved > 0 else None
     better_from = sharing_keeps_more_from(alone, kept, values, core)
@@ -259,7 +260,7 @@ def _read_sources(
 
 
 def _config_of(
-    sources: Mapping[str, LowRankAdapter], layers: Mapping[str, Compression], base: nn.Module | None
+    sources: Mapping[str, LowRankAdapter], layers: Mapping[str, LayerBasis], base: nn.Module | None
 ) -> FrozenCoreConfig:
     """The configuration of the basis: its layers by short names if, in the base model, these select no others."""
     targets = [source.targets for source in sources.values()]
@@ -270,7 +271,7 @@ def _config_of(
         if None not in targets and selected(of_base, short) == layers.keys():
             named = short
         others = selected(of_base, named) - layers.keys()  # a full name may be the end of another
-    ranks = {layer: made.P.shape[1] for layer, made in layers.items()}
+    ranks = {layer: basis.rank for layer, basis in layers.items()}
     return FrozenCoreConfig(
         r=max(ranks.values()), rank_pattern=ranks if len({*ranks.values()}) > 1 else {}, target_modules=sorted(named),
         exclude_modules=sorted(others) or None, constructor=COMPRESSED,

@@ -12,11 +12,11 @@ Shapes: m out features, n in features, r rank; B_t m x k_t, A_t k_t x n; Σk is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from jaxtyping import Float
 
 from frozencore.device import torch
+from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.maths.linalg import complete_orthonormal, require_finite, seeded_generator, thin_qr, truncated_svd
 
 Update = tuple["torch.Tensor", "torch.Tensor"]
@@ -30,29 +30,6 @@ SPAN_TOLERANCE = 1e-6
 MOST_ADAPTERS, AS_MUCH = 2**20, 1e-4
 
 
-@dataclass(frozen=True)
-class Compression:
-    """The shared basis of one layer.
-
-    Attributes:
-        P, Q: Orthonormal factors, m x r and n x r; r is smaller than the given rank if the updates span less.
-        cores: R_t = Pᵀ ΔW_t Q (r x r) of each update.
-        energies: ‖ΔW_t‖² of each update.
-        objectives: The objective at the start and after each sweep; its upper bound is the number of nonzero updates.
-    """
-
-    P: Float[torch.Tensor, "m r"]
-    Q: Float[torch.Tensor, "n r"]
-    cores: tuple[Float[torch.Tensor, "r r"], ...]
-    energies: tuple[float, ...]
-    objectives: tuple[float, ...]
-
-    @property
-    def kept_energies(self) -> tuple[float, ...]:
-        """‖R_t‖² of each update: its part inside the basis."""
-        return tuple(float(R.double().square().sum()) for R in self.cores)
-
-
 def compress(
     updates: Sequence[Update],
     rank: int,
@@ -61,16 +38,19 @@ def compress(
     seed: int = 0,
     exact_width: int = EXACT_WIDTH,
     tolerance: float = TOLERANCE,
-) -> Compression:
+) -> LayerBasis:
     """Find the basis that keeps the most of all updates, each divided by its norm.
 
     Args:
         updates: B_t and A_t of each update, in one float dtype; the k_t may differ.
         rank: The largest r, at most ``min(m, n)``.
-        counted: Whether the basis is chosen for each update too; all get a core. By default all are counted.
+        counted: The updates that the basis is chosen for; by default all.
         seed: Seed of the directions that are added to a side whose span is smaller than the other's: a core is square.
         exact_width: Width up to which each step is exact.
         tolerance: Stop when a sweep improves the objective by less than this share.
+
+    Returns:
+        Orthonormal P and Q; r is smaller than the given rank if the updates span less, and 0 if all are zero.
 
     Raises:
         CalibrationError: An update is not finite.
@@ -79,18 +59,15 @@ def compress(
     for B, A in updates:
         require_finite(B)
         require_finite(A)
-    energies = tuple(energy(B, A) for B, A in updates)
-    chosen = zip(updates, energies, counted or [True] * len(updates), strict=True)
-    scaled = [(B / e**0.5, A) for (B, A), e, counts in chosen if counts and e > 0]
-    if scaled:
-        P, Q, objectives = _alternate(scaled, rank, exact_width, tolerance)
-        P, Q = _used(P, Q, scaled)
-        rank = max(P.shape[1], Q.shape[1])
-        P = complete_orthonormal(P, rank, seeded_generator(seed, "compress", "P"))
-        Q = complete_orthonormal(Q, rank, seeded_generator(seed, "compress", "Q"))
-    else:
-        P, Q, objectives = updates[0][0].new_zeros(m, 0), updates[0][0].new_zeros(n, 0), [0.0]
-    return Compression(P, Q, tuple(core_of(P, Q, update) for update in updates), energies, tuple(objectives))
+    chosen = zip(updates, counted or [True] * len(updates), strict=True)
+    scaled = [(B / e**0.5, A) for (B, A), counts in chosen if counts and (e := energy(B, A)) > 0]
+    if not scaled:
+        return known_basis(updates[0][0].new_zeros(m, 0), updates[0][0].new_zeros(n, 0))
+    P, Q = _used(*_alternate(scaled, rank, exact_width, tolerance), scaled)
+    rank = max(P.shape[1], Q.shape[1])
+    P = complete_orthonormal(P, rank, seeded_generator(seed, "compress", "P"))
+    Q = complete_orthonormal(Q, rank, seeded_generator(seed, "compress", "Q"))
+    return known_basis(P, Q)
 
 
 def core_of(P: Float[torch.Tensor, "m r"], Q: Float[torch.Tensor, "n r"], update: Update) -> Float[torch.Tensor, "r r"]:
@@ -170,8 +147,8 @@ def _used(P: torch.Tensor, Q: torch.Tensor, updates: Sequence[Update]) -> list[t
 
 def _alternate(
     updates: Sequence[Update], rank: int, exact_width: int, tolerance: float
-) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
-    """P, Q and the objectives; the factors have fewer than ``rank`` columns if the updates span fewer."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """P and Q; they have fewer than ``rank`` columns if the updates span fewer."""
     sizes = [A.shape[0] for _, A in updates]
     B, A = torch.cat([B for B, _ in updates], dim=1), torch.cat([A.mT for _, A in updates], dim=1)
     # HOSVD: P from [B_t L_t] with L_t L_tᵀ = A_t A_tᵀ, then Q for this P
@@ -181,16 +158,16 @@ def _alternate(
     B_P = B.mT @ P
     Q = truncated_svd(_images(A, B_P, sizes), rank).U
     A_Q = A.mT @ Q
-    objectives = [_objective(B_P, A_Q, sizes)]
+    objective = _objective(B_P, A_Q, sizes)
     for _ in range(MOST_SWEEPS):
         P = _improved(B, B_P, A_Q, sizes, exact_width)
         B_P = B.mT @ P
         Q = _improved(A, A_Q, B_P, sizes, exact_width)
         A_Q = A.mT @ Q
-        objectives.append(_objective(B_P, A_Q, sizes))
-        if objectives[-1] - objectives[-2] <= tolerance * objectives[-1]:
+        before, objective = objective, _objective(B_P, A_Q, sizes)
+        if objective - before <= tolerance * objective:
             break
-    return P, Q, objectives
+    return P, Q
 
 
 def _images(F: torch.Tensor, projected: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
