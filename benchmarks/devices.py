@@ -2,9 +2,9 @@
 
     python benchmarks/devices.py          # SmolLM2, about ten minutes;  --quick: the pocket model
 
-Four models take turns at one prompt and greedy tokens in onnxruntime-genai, on one thread: the base model as its
-builder writes it, the model with a basis without a core and with one, and the base model with a LoRA of the same rank,
-whose A and B are inputs of the graph as a core is. Times are processor seconds, divided by the base model's of the same
+Five models take turns at one prompt and greedy tokens in onnxruntime-genai, on one thread: the base model as its
+builder writes it and with q, k and v as three layers, the model with a basis without a core and with one, and the base
+model with a LoRA of the same rank, whose A and B are inputs of the graph as a core is. Only the first joins q, k and v. Times are processor seconds, divided by the base model's of the same
 round; ``int4`` models have base weights of 4 bits. ``open_ms``: what ``LoraAdapter.Load`` takes for a file.
 """
 
@@ -31,7 +31,7 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.smollm2 import smollm2_path
 from harness import parser_of, ratios, table, take_turns, with_quartiles, write_found
 
-BASE, WITHOUT, CORE, LORA = "base model", "with a basis, no core", "core", "LoRA"
+BASE, APART, WITHOUT, CORE, LORA = "base model", "base model, q, k, v apart", "with a basis, no core", "core", "LoRA"
 PRECISIONS = {"float32": None, "int4": 4}
 OPENED = 200
 
@@ -112,19 +112,23 @@ def answer(model: Any, adapters: Any, name: str | None, prompt: list[int], new_t
 def contestants(
     model: Path, folder: Path, basis: Basis, bits: int | None, core: Core, prompt: list[int], new_tokens: int
 ) -> dict[str, Callable[[], Any]]:
-    """The four models of a precision, each ready to answer; their files stay in the folder."""
+    """The five models of a precision, each ready to answer; their files stay in the folder."""
     import onnxruntime_genai
 
     precision = "fp32" if bits is None else f"int{bits}"
-    for name, fused in ((BASE, model.name == "smollm2"), (LORA, False)):  # the pocket model's heads cannot be fused
+    for name, fused in (
+        (BASE, model.name == "smollm2"),
+        (APART, False),
+        (LORA, False),
+    ):  # the pocket model's heads cannot be fused
         (folder / name).mkdir(parents=True)
         build_base(model, folder / name, precision, folder / "spare", str(model), fused=fused)
     write_lora(add_lora(folder / LORA / "model.onnx", basis), folder / f"{LORA}.onnx_adapter")
     export_onnx(basis.place or "", folder / CORE, base=model, bits=bits)
     write_onnx_adapter(core, folder / f"{CORE}.onnx_adapter")
-    models = {name: on_one_thread(folder / name) for name in (BASE, CORE, LORA)}
-    runs = {BASE: partial(answer, models[BASE], None, None, prompt, new_tokens)}
-    runs[WITHOUT] = partial(answer, models[CORE], None, None, prompt, new_tokens)
+    models = {name: on_one_thread(folder / name) for name in (BASE, APART, CORE, LORA)}
+    without = {BASE: models[BASE], APART: models[APART], WITHOUT: models[CORE]}
+    runs = {name: partial(answer, one, None, None, prompt, new_tokens) for name, one in without.items()}
     for name in (CORE, LORA):
         adapters = onnxruntime_genai.Adapters(models[name])
         adapters.load(str(folder / f"{name}.onnx_adapter"), "it")
@@ -185,7 +189,7 @@ def table_of(found: Mapping[str, Any]) -> str:
 def main() -> None:
     options = parser_of(__doc__, "devices").parse_args()
     torch.manual_seed(0)
-    model, rank, new_tokens, rounds = (smollm2_path(), 16, 32, 5)
+    model, rank, new_tokens, rounds = (smollm2_path(), 16, 32, 15)
     if options.quick:
         model, rank, new_tokens, rounds = pocket_model_path(), 4, 3, 2
     with TemporaryDirectory() as folder:
