@@ -170,6 +170,14 @@ def test_a_conversation_is_rendered_whole_and_begun_anew_when_asked(talk: Callab
     ]
 
 
+def test_an_answer_as_long_as_the_context_keeps_place_for_the_question(
+    talk: Callable[..., tuple[list[str], str]],
+) -> None:
+    seen, out = talk("one\n", "--max-new-tokens", "100000", answer="yes")
+    assert seen == ["user one bot"]
+    assert "left out" not in out
+
+
 @pytest.mark.parametrize(("data", "is_named"), [("task:svamp", False), ("rows.jsonl", True)])
 def test_evaluation_rows_of_a_task_are_new_to_a_run_on_its_training_rows(
     data: str, is_named: bool, tmp_path: Path

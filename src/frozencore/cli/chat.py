@@ -29,7 +29,9 @@ def chat(
     prompt_style: Annotated[
         str | None, flag("prompt_style", "auto, chat or plain. Default: as the run of each adapter wrote its prompts.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 256,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="The longest answer, in tokens; at most half of the context.")
+    ] = 256,
     dtype: Annotated[
         str | None, flag("dtype", "Dtype of the model's weights. Default: that of the first adapter's run, or auto.")
     ] = None,

@@ -36,10 +36,13 @@ def converse(
     runs = {folder: settings_of(folder) for folder in folders}
     first = runs[folders[0]] if folders else None
     base, tokenizer = load_model(name, dtype=dtype or (first and first.dtype) or "auto", device=device)
-    limit = max(2, context_limit(base, tokenizer) - max_new_tokens)
+    context = context_limit(base, tokenizer)
+    max_new_tokens = min(max_new_tokens, context // 2)  # a small model's context keeps place for the question
 
     def speaker(called: str, folder: Path | None) -> Speaker:
-        encoder = PromptEncoder(tokenizer, style=prompt_style or style_of(folder), max_length=limit, too_long="cut")
+        encoder = PromptEncoder(
+            tokenizer, style=prompt_style or style_of(folder), max_length=context - max_new_tokens, too_long="cut"
+        )
         if system is not None and not encoder.is_chat:
             raise ConfigError("--system needs a chat template, but this model's tokenizer has none: leave it out.")
         run = None if folder is None else runs[folder]
