@@ -1,4 +1,4 @@
-"""Pages of the site that stand elsewhere or are made: the lab's README, the reference, and llms.txt."""
+"""Pages of the site that stand elsewhere or are made: two READMEs, the reference, and llms.txt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from frozencore.cli.verbs import all_verbs
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-IN_SITE = {"lab/README.md": "campaigns.md", "docs/python.md": "reference/python.md"}
+IN_SITE = {"README.md": "index.md", "lab/README.md": "campaigns.md", "docs/python.md": "reference/python.md"}
 BY_TASK = {
     "Adapt a model": (
         "calibrate", "FrozenCoreConfig", "Calibration", "CalibrationOptions", "frozen_core_layers", "FrozenCoreModel",
@@ -114,7 +114,7 @@ def index_for_machines(pages: dict[str, str]) -> Iterator[str]:
     yield f"# frozencore\n\n> {metadata('frozencore')['Summary']}\n\n## Pages\n"
     for name, text in pages.items():
         title, _, rest = text.lstrip().removeprefix("# ").partition("\n")
-        first = next((part for part in rest.split("\n\n") if re.match(r"\s*[A-Z*]", part)), "")
+        first = next((part for part in rest.split("\n\n") if re.match(r"\s*(?:[A-Z*]|`\w)", part)), "")
         sentence = re.split(r"(?<=\.)\s", " ".join(in_words(first).split()))[0]
         yield f"- [{title}]({name}): {sentence}"
 
@@ -124,7 +124,9 @@ def in_words(markdown: str) -> str:
     return re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", markdown)
 
 
+HOME = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/figures/", "](figures/")
 PAGES = {
+    "index.md": in_site(HOME, ROOT),
     **{
         page.name: in_site(page.read_text(encoding="utf-8"), DOCS)
         for page in sorted(DOCS.glob("*.md"))

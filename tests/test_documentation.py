@@ -211,7 +211,7 @@ def sides(diff: str) -> list[str]:
 
 IN_ONNX = "docs/devices"  # a page whose commands need the extra
 IN_AN_ENGINE = "LLM("  # code that tests/engines/test_vllm_memory.py runs in vLLM
-ALONE = ("docs/index", "docs/from-lora", "docs/python", "examples/README")  # pages of code, without long commands
+ALONE = ("docs/from-lora", "docs/python", "examples/README")  # pages of code, without long commands
 
 
 @pytest.fixture
