@@ -155,32 +155,42 @@ def bars(
     return card(left + len(panels) * (wide + gap), bottom + 40, title, about, parts)
 
 
+Segment = tuple[float, float, float, float]
+"""From x, y to x, y."""
+
+
 @dataclass(frozen=True)
 class Kind:
-    """Points of one kind, each at its abscissa with a short name; one arm at several ranks or rates is joined."""
+    """Points of one kind, each at its abscissa with a short name, and joined: one arm at several ranks or rates."""
 
     label: str
     colour: str
     places: Sequence[tuple[float, str, Point]]
-    is_joined: bool = True
 
 
 def planes(
-    panels: Sequence[tuple[str, Sequence[Kind]]], title: str, about: str, note: Sequence[str], *, of_bytes: bool
+    panels: Sequence[tuple[str, Sequence[Kind]]],
+    abscissa: str,
+    title: str,
+    about: str,
+    note: Sequence[str],
+    *,
+    of_bytes: bool,
 ) -> str:
     """Panels (heading, kinds) beside each other; kinds keep their colours.
 
     Args:
         of_bytes: The abscissa is bytes, on a logarithmic axis, where points of the same bytes are moved apart.
     """
-    left, tall, gap, y0 = 44, 250, 66, 44
-    wide = 400 if len(panels) > 1 else 660
+    left, tall, gap, y0 = 44, 250, 52, 44
+    wide = 310 if len(panels) > 1 else 660
     width = left + len(panels) * (wide + gap)
     parts: list[str] = []
     for column, (heading, kinds) in enumerate(panels):
         x0 = left + column * (wide + gap)
         parts += [words(x0, y0 - 16, heading), *_plane(kinds, x0, y0, wide, tall, of_bytes)]
-    y = y0 + tall + 62
+        parts.append(words(x0 + wide / 2, y0 + tall + 36, abscissa, at="middle", size=12, colour=SOFT))
+    y = y0 + tall + 64
     seen = {kind.label: kind.colour for _, kinds in panels for kind in kinds}
     for place, (label, colour) in enumerate(seen.items()):
         x = left + place % 3 * ((width - left) / 3)
@@ -196,7 +206,7 @@ def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float
     scale: Callable[[float], float] = log10 if of_bytes else float
     least, most = (pick(scale(x) for x, _, _ in found) for pick in (min, max))
     low, high = min(point.low for _, _, point in found), max(point.high for _, _, point in found)
-    margin = 0.06 * (high - low)
+    margin = 0.1 * (high - low)
     low, high = low - margin, high + margin
 
     def height(value: float) -> float:
@@ -208,32 +218,38 @@ def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float
     yield box(x0, y0, wide, tall, "none", edge=LIGHT)
     for tick in _ticks(low, high):
         yield line(x0, height(tick), x0 + wide, height(tick), "#eeeeee")
-        text = f"{tick:+g}".replace("-", "−") if tick and low < 0 else f"{tick:g}"
-        yield words(x0 - 6, height(tick) + 4, text, at="end", size=11)
+        yield words(x0 - 6, height(tick) + 4, f"{tick:g}".replace("-", "−"), at="end", size=11)
     for x, text in _bytes(least, most) if of_bytes else [(tick, f"{tick:g}") for tick in _ticks(least, most)]:
         yield words(across(x), y0 + tall + 18, text, at="middle", size=11, colour=SOFT)
         yield line(across(x), y0 + tall, across(x), y0 + tall + 4, GREY)
     taken: list[float] = []
-    names: list[tuple[float, float, str]] = []
+    drawn: list[Segment] = []
+    named: list[tuple[str, float, Sequence[float]]] = []
     for kind in kinds:
         joined = []
         for x, name, point in kind.places:
             beside = (across(x) + sign * shift for shift in count(0, 14) for sign in (1, -1))
             at = next(at for at in beside if not of_bytes or all(abs(at - other) >= 14 for other in taken))
             taken.append(at)
-            names.append((at + 7, _free(names, at + 7, height(point.value), name), name))
-            joined.append((at, height(point.value)))
-            yield line(at, height(point.low), at, height(point.high), kind.colour, 2)
-            yield f'<circle cx="{at:g}" cy="{height(point.value):g}" r="5" fill="{kind.colour}"/>'
-            yield words(*names[-1], size=11, colour=SOFT)
-        for one, other in pairwise(joined if kind.is_joined else ()):
+            top, middle, bottom = height(point.high), height(point.value), height(point.low)
+            named.append((name, at, (top, middle, bottom)))
+            joined.append((at, middle))
+            drawn += [(at, bottom, at, top), (at - 5, middle, at + 5, middle)]
+            yield line(at, bottom, at, top, kind.colour, 2)
+            yield f'<circle cx="{at:g}" cy="{middle:g}" r="5" fill="{kind.colour}"/>'
+        for one, other in pairwise(joined):
+            drawn.append((*one, *other))
             yield line(*one, *other, kind.colour)
+    for name, at, heights in named:
+        left, base = _free(drawn, name, at, *heights)
+        drawn += [(left, base - 4 * row, left + 7 * len(name), base - 4 * row) for row in range(3)]
+        yield words(left, base, name, size=12)
 
 
 def _ticks(low: float, high: float) -> list[float]:
     """At most seven round values of a range."""
-    step = next(one for one in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if (high - low) / one <= 6)
-    return [round(tick * step, 2) for tick in range(ceil(low / step), floor(high / step) + 1)]
+    step = next(one for one in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if (high - low) / one <= 6)
+    return [round(tick * step, 3) for tick in range(ceil(low / step), floor(high / step) + 1)]
 
 
 def _bytes(least: float, most: float) -> Iterable[tuple[float, str]]:
@@ -242,14 +258,20 @@ def _bytes(least: float, most: float) -> Iterable[tuple[float, str]]:
     return [(size, f"{size / 1e6:g} MB") for size in found if least <= log10(size) <= most]
 
 
-def _free(names: Sequence[tuple[float, float, str]], x: float, y: float, name: str) -> float:
-    """The height nearest to a point at which its name meets none of the others; a letter is 6 wide, a line 12 high."""
+def _free(
+    drawn: Sequence[Segment], name: str, at: float, top: float, middle: float, bottom: float
+) -> tuple[float, float]:
+    """Where a point's name begins: above, below or beside the point, where it meets the fewest lines."""
+    long = 6.5 * len(name)
+    above_or_below = [(at - long / 2, base) for base in (top - 6, bottom + 14, middle - 10, middle + 18)]
+    beside = [(left, middle + shift) for shift in (4, -6, 14, -16, 24) for left in (at + 9, at - 9 - long)]
 
-    def meets(height: float) -> bool:
-        return any(
-            abs(height - other) < 12 and x < right + 6 * len(text) and right < x + 6 * len(name)
-            for right, other, text in names
-        )
+    def meets(place: tuple[float, float]) -> int:
+        left, base = place
+        steps = [
+            (x + (to_x - x) * step / 50, y + (to_y - y) * step / 50) for x, y, to_x, to_y in drawn for step in range(51)
+        ]
+        return sum(left - 2 <= x <= left + long + 2 and base - 11 <= y <= base + 2 for x, y in steps)
 
-    heights = [y + 4 + sign * shift for shift in range(9, 90, 3) for sign in (-1, 1)]
-    return round(next((height for height in heights if not meets(height)), heights[0]), 1)
+    left, base = min(above_or_below + beside, key=meets)
+    return round(left, 1), round(base, 1)

@@ -202,21 +202,23 @@ def of_shapes(runs: Runs) -> str:
     shapes = by_values(grouped(runs, named))
     core = shapes.pop("FCCA")
     labels = [f"{values(own)}: {as_core(name).removesuffix(' linear layers')}" for name, own in shapes.items()]
-    measures = (("loss, nats a token", "held_out_loss", 3), ("rise on other texts", "forgotten", 2))
+    measures = (
+        ("loss, minus the core's", "held_out_loss", 3),
+        ("rise on other texts, minus the core's", "forgotten", 2),
+    )
     panels = [
         figures.Panel(heading, [point_apart(own, core, key) for own in shapes.values()], digits, True)
         for heading, key, digits in measures
     ]
     about = "Differences of cores and LoRAs from a core of rank 16, by trained values; the numbers are in the table."
-    note = "HellaSwag; minus a core of rank 16 (30,720 values); three seeds, 95 % intervals."
+    note = "HellaSwag, nats a token; the core of rank 16 has 30,720 values; three seeds, 95 % intervals."
     title = "At equal numbers of values the losses are close, and LoRA forgets more"
     return figures.chart(labels, list(map(colour_of, shapes)), panels, title, about, note)
 
 
 FORGETTING = {
-    "FCCA": figures.ORANGE, "FCCA, all linear layers": "#B35900", "RawGrad": "#882255", "EVA": "#AA4499",
-    "Random": "#222222", "LoRA, r = 1": figures.BLUE, "LoRA, r = 16": figures.GREY,
-    "LoRA, r = 1, all linear layers": figures.NAVY,
+    "FCCA": figures.ORANGE, "FCCA, all linear layers": "#B35900", "RawGrad": "#882255", "LoRA, r = 1": figures.BLUE,
+    "LoRA, r = 16": figures.GREY, "LoRA, r = 1, all linear layers": figures.NAVY,
 }  # fmt: skip
 
 
@@ -232,16 +234,16 @@ def of_forgetting(*campaigns: Runs) -> str:
         kinds = [
             figures.Kind(name, colour, [at_point(*own) for own in found[name].items()])
             for name, colour in FORGETTING.items()
-            if name in found
+            if len(found.get(name, ())) > 1
         ]
-        panels.append((f"{title}: rise on other texts over held-out loss, nats", kinds))
+        panels.append((f"{title}: rise on other texts, nats", kinds))
     about = "What is forgotten against the held-out loss at each learning rate; the numbers are in the tables."
     note = [
-        "Lower and to the left is better. The number at a point is its learning rate in thousandths.",
+        "Methods that were run at several rates. The number at a point is its learning rate in thousandths.",
         "SmolLM2-135M-Instruct, mean of three seeds; bars: standard deviation of the rise over the seeds.",
     ]
     title = "Smaller learning rates forget less, in cores and in LoRAs"
-    return figures.planes(panels, title, about, note, of_bytes=False)
+    return figures.planes(panels, "held-out loss, nats a token", title, about, note, of_bytes=False)
 
 
 def of_serving(in_vllm: Mapping[str, Any]) -> str:

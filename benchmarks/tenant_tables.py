@@ -274,4 +274,5 @@ def losses_picture(sharing: Sequence[Record]) -> str:
         "Bars: 95 % intervals of the difference from the shared core of r = 16; they resample data sets and tenants.",
     ]
     title = "Sixty times fewer bytes than a LoRA of rank 16; in loss we found no difference"
-    return figures.planes([("held-out loss, nats a token", kinds)], title, about, note, of_bytes=True)
+    panels = [("held-out loss, nats a token", kinds)]
+    return figures.planes(panels, "bytes of a tenant on disk", title, about, note, of_bytes=True)
