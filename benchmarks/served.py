@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from contestants import ATTENTION, UNCALIBRATED, adapter_config
 from frozencore import export_basis_model, export_lora, export_tenant, frozen_core_layers, tenant_weights
-from frozencore.tune.smollm2 import smollm2_path
+from frozencore.tune.locate import smollm2_path
 from harness import ROOT, load_average, parser_of, quartiles, ratios, table, with_quartiles, write_found
 
 PYTHON = ROOT / ".engines" / "vllm" / "bin" / "python"

@@ -32,6 +32,7 @@ from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments
 from frozencore.tune.adapt import calibration_batches
+from frozencore.tune.adapters import add_adapter
 from frozencore.tune.many.tenant import Tenant as CoreTenant
 from frozencore.tune.many.tenant import Trained, train_many
 from frozencore.tune.methods import METHODS, MethodConfig
@@ -372,7 +373,8 @@ def adapted(
     model: nn.Module, method: str, rank: int, seed: int = SEED, layers: Mapping[str, LayerBasis] | None = None
 ) -> Iterator[PeftModel]:
     """The model with a new adapter on the attention layers, which is unloaded afterwards."""
-    made = METHODS[method].add(model, MethodConfig(name=method, r=rank, target_modules=ATTENTION, seed=seed), layers)
+    options = MethodConfig(name=method, r=rank, target_modules=ATTENTION, seed=seed)
+    made = add_adapter(METHODS[method], model, options, layers)
     try:
         yield made
     finally:

@@ -34,8 +34,8 @@ from transformers import AutoModelForCausalLM
 
 from contestants import UNCALIBRATED, adapter_config, random_ids, random_qwen2
 from frozencore import CoreBank, frozen_core_layers, get_core, load_basis, save_basis, set_basis
+from frozencore.tune.locate import smollm2_path
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.smollm2 import smollm2_path
 from harness import cpu_s, load_average, medians, parser_of, ratios, table, take_turns, with_quartiles, write_found
 
 NUM_FILES = 100

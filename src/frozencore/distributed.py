@@ -87,9 +87,7 @@ def check_same_call(what: str) -> None:
     """
     if num_ranks() == 1:
         return
-    from torch.distributed.distributed_c10d import _get_default_store  # missing where torch has no distributed part
-
-    store, place = dist.PrefixStore("frozencore", _get_default_store()), next(_ENTRIES)
+    store, place = dist.PrefixStore("frozencore", dist.distributed_c10d._get_default_store()), next(_ENTRIES)
     keys = [f"{place}/{rank}" for rank in range(num_ranks())]
     store.set(keys[own_rank()], what)
     with suppress(RuntimeError):

@@ -49,22 +49,6 @@ def quiet_imports() -> Iterator[None]:
 
 
 @contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Turn off transformers' progress bars and warnings inside."""
-    from transformers.utils import logging as of_transformers
-
-    verbosity, draws_bars = of_transformers.get_verbosity(), of_transformers.is_progress_bar_enabled()
-    of_transformers.set_verbosity_error()
-    of_transformers.disable_progress_bar()
-    try:
-        yield
-    finally:
-        of_transformers.set_verbosity(verbosity)
-        if draws_bars:
-            of_transformers.enable_progress_bar()
-
-
-@contextmanager
 def with_attributes(owner: Any, **values: Any) -> Iterator[None]:
     """Set attributes inside, and restore them afterwards, also after an error; attributes that are new are removed."""
     absent = object()

@@ -65,7 +65,7 @@ def test_ctrl_c_says_that_something_goes_on_only_if_something_is_saved(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from_the_beginning = "the same command starts from the beginning"
-    monkeypatch.setattr("frozencore.tune.run.execute", raising(KeyboardInterrupt))
+    monkeypatch.setattr("frozencore.cli.runs.execute", raising(KeyboardInterrupt))
     asked, out = ("tune", *FEW, "--resume"), tmp_path / "tune"
     status, _, err = command(*asked, "--out", out)
     assert status == 130

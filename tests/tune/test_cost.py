@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from frozencore.tune import cost
+from frozencore.tune.adapters import add_adapter
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.cost import (
     PeakMemory,
@@ -49,7 +50,7 @@ OPTIONS = MethodConfig(r=3, target_modules=ATTENTION, seed=3)
 @pytest.mark.parametrize("name", ["lora", "dora", "full", "fcca", "none, with tied weights"])
 def test_what_adamw_holds_is_twelve_bytes_a_value(name: str) -> None:
     model = adapted() if name == "fcca" else tiny_qwen2()
-    model = METHODS[name].add(model, OPTIONS) if name in ("lora", "dora", "full") else model
+    model = add_adapter(METHODS[name], model, OPTIONS) if name in ("lora", "dora", "full") else model
     report = train(model, ROWS, RECIPE, pad_id=0)
     expected = 12 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert report.state_held_bytes == training_state_bytes(num_trainable(model)) == expected
@@ -74,7 +75,7 @@ def test_the_models_size_is_that_of_its_own_weights_whatever_is_on_it() -> None:
     expected = sum(parameter.nbytes for parameter in plain.parameters())
     assert model_bytes(plain) == expected
     for name in ("lora", "full"):
-        assert model_bytes(METHODS[name].add(copy.deepcopy(plain), OPTIONS)) == expected
+        assert model_bytes(add_adapter(METHODS[name], copy.deepcopy(plain), OPTIONS)) == expected
     half: nn.Module = copy.deepcopy(plain).to(torch.bfloat16)
     assert model_bytes(half) == expected // 2
 

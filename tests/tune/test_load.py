@@ -29,9 +29,10 @@ from frozencore import calibrate, export_lora, export_merged
 from frozencore.errors import CalibrationError, ConfigError, ModelError
 from frozencore.files.hub import safe_loading
 from frozencore.tune import load as models
+from frozencore.tune.adapters import add_adapter
 from frozencore.tune.config import make_config
 from frozencore.tune.load import load_model, resolve_targets
-from frozencore.tune.methods import Targets, find_method
+from frozencore.tune.methods import Targets
 from input_files import write_rows
 from tiny import ATTENTION, BATCHES, adapted, tiny_qwen2
 
@@ -60,8 +61,10 @@ def test_the_last_blocks_alone_are_adapted_in_full_names(targets: Targets | None
     last = everywhere.replaced(layers=1)
     found = resolve_targets(last.method, qwen2)
     assert all(name.startswith("model.layers.1.") for name in found)
-    every = find_method("lora").add(
-        qwen2, replace(everywhere.method, target_modules=resolve_targets(everywhere.method, qwen2))
+    every = add_adapter(
+        everywhere.method.entry,
+        qwen2,
+        replace(everywhere.method, target_modules=resolve_targets(everywhere.method, qwen2)),
     )
     adapted = {name for name, module in every.get_base_model().named_modules() if hasattr(module, "lora_A")}
     assert set(found) == {name for name in adapted if ".1." in name}

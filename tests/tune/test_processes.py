@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from frozencore.errors import ConfigError
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.processes import is_first, joined, num_started, refuse_several
+from frozencore.tune.process_group import process_group
+from frozencore.tune.processes import is_first, num_started, refuse_several
 from frozencore.tune.training.recipe import Recipe
 
 PYTHON = [sys.executable, "-W", "ignore", "-m"]
@@ -105,7 +106,7 @@ def test_processes_are_several_where_a_launcher_says_so(monkeypatch: pytest.Monk
     monkeypatch.setenv("WORLD_SIZE", "4")  # a scheduler's, of something else
     assert (num_started(), is_first()) == (1, True)
     refuse_several("This")
-    with joined():
+    with process_group():
         assert not torch.distributed.is_initialized()
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("RANK", "3")

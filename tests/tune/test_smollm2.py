@@ -17,6 +17,7 @@ from fixtures import ROOT, SHARED
 from frozencore.errors import ModelError
 from frozencore.tune import smollm2
 from frozencore.tune.load import load_model
+from frozencore.tune.locate import smollm2_path
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.smollm2 import FILE, FILE_SHA256, make_smollm2
@@ -81,7 +82,7 @@ def test_the_folder_is_the_file_unpacked_and_says_which(tmp_path: Path) -> None:
     text = "Q\n\n12 is  3 and it's 45"
     assert tokenizer(text)["input_ids"] == theirs(text)["input_ids"]
     assert tokenizer.chat_template == theirs.chat_template
-    assert FILE_SHA256 in (smollm2.smollm2_path() / "README.md").read_text()
+    assert FILE_SHA256 in (smollm2_path() / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
-from frozencore.adapter.basis import Basis
+from frozencore.adapter.basis import Basis, load_basis
+from frozencore.adapter.folders import read_adapter
+from frozencore.files.adapter_folder import HEADER_FILE
 from frozencore.text import natural_sort_key
 
 
@@ -26,6 +29,29 @@ class LayerReport:
     basis_bytes: int
     orthonormality_error: float
     core_norm: float
+
+
+@dataclass(frozen=True)
+class AdapterReport:
+    """A saved basis, or an adapter on it.
+
+    Attributes:
+        bits: Bits of a value of the core; None for a basis alone.
+    """
+
+    basis: Basis
+    layers: dict[str, LayerReport]
+    bits: int | None = None
+
+
+def read_report(folder: Path) -> AdapterReport:
+    """Read the folder of an adapter or a basis, and report on its layers."""
+    if (folder / HEADER_FILE).is_file():
+        basis = load_basis(folder)
+        return AdapterReport(basis, inspect_adapter(basis))
+    saved = read_adapter(folder)
+    basis = saved.find_basis()
+    return AdapterReport(basis, inspect_adapter(basis, saved.core.by_layer(basis.ranks)), saved.core.bits)
 
 
 def inspect_adapter(basis: Basis, cores: Mapping[str, Tensor] | None = None) -> dict[str, LayerReport]:

@@ -18,12 +18,19 @@ from frozencore import __version__, _imported_at
 from frozencore.cli.display import console
 from frozencore.cli.foreign_flags import counterpart
 from frozencore.cli.verbs import GROUPS, NOTHING_KEPT, Verb, add_verbs, all_verbs, refuse_unknown_verb
+from frozencore.device import is_out_of_memory
 from frozencore.errors import CalibrationError, ConfigError, FrozenCoreError
 from frozencore.quiet import ignore_known_warnings
 from frozencore.text import nearest_name, num_of, one_line
 from frozencore.tune.processes import is_first, refuse_several
 from frozencore.tune.rows import HALF_A_CHARACTER
 
+BASIC_FLAGS = (
+    "model", "data", "columns", "eval_data", "task", "tenants", "data_root", "max_length", "calibration_size",
+    "method", "rank", "targets", "basis", "learning_rate", "epochs", "batch_size", "accumulation", "slots",
+    "select_checkpoint", "output", "resume", "dry_run", "config_file", "all_layers",
+)  # fmt: skip
+"""The flags of a run that ``--help`` shows; ``--help-all`` shows the others too."""
 HELP, HELP_ALL = ("--help", "-h"), "--help-all"
 _COMPLETES = "_FROZENCORE_COMPLETE"  # a shell sets it when it asks for completions
 NEARLY = 0.8  # similarity of a misspelt flag; names less similar mean something else
@@ -97,8 +104,6 @@ def command_of(program: typer.Typer, words: Sequence[str]) -> TyperGroup:
     for verb in _commands(command):
         flags = {str(flag.name): flag for flag in verb.params if isinstance(flag, TyperOption)}
         if "calibration_size" in flags and not {*HELP}.isdisjoint(words):
-            from frozencore.cli.flags import BASIC_FLAGS
-
             rest = [flag for name, flag in flags.items() if name not in BASIC_FLAGS]
             for flag in rest:
                 flag.hidden = True
@@ -228,8 +233,6 @@ def _line_of(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError):
         return f"{error.strerror or error}: {error.filename or ''}"
-    from frozencore.device import is_out_of_memory
-
     if not is_out_of_memory(error):
         return None
     return (

@@ -7,19 +7,18 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from frozencore.text import escaped, time_in_words
-
-if TYPE_CHECKING:
-    from rich.progress import TaskID
 
 WIDE = 160  # columns in a file or a pipe, unless COLUMNS is set
 LABELS = {
@@ -130,10 +129,6 @@ class StageDisplay:
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
-        # imported here, because a command that shows its help draws no bar
-        from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bars
-
         self.console = console
         self.clock = clock
         self.began = self.latest = clock()

@@ -13,7 +13,6 @@ from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of
 from frozencore.files.atomic_write import check_output, require_writable
 from frozencore.maths.quantise import BITS
-from frozencore.quiet import quiet_loading
 from frozencore.text import unknown_name
 from frozencore.tune.locate import model_location, require_model
 
@@ -93,27 +92,9 @@ def export(
         _check_file(output, overwrite)
     elif output is not None:
         check_output(output, overwrite=overwrite, reads=folder)
-    with quiet_loading():
-        from frozencore.cli import export_forms
+    from frozencore.cli.export_forms import export_as
 
-        if output is None:
-            lines = list(export_forms.link(folder, bits or 4))
-        elif to == "qr":
-            lines = list(export_forms.qr(folder, output, bits or 4))
-        elif to == "onnx-adapter":
-            lines = list(export_forms.onnx_adapter(folder, output, base, dtype))
-        elif to == "onnx":
-            lines = list(export_forms.onnx(folder, output, base, dtype, bits, overwrite))
-        elif to == "lora":
-            lines = list(export_forms.lora(folder, output, base, dtype, rank, overwrite))
-        elif to == "merged":
-            lines = list(export_forms.merged(folder, output, base, dtype, overwrite))
-        elif to == "basis-model":
-            lines = list(export_forms.basis_model(folder, output, base, dtype, with_code, overwrite))
-        elif bits is not None:
-            lines = list(export_forms.core(folder, output, bits, overwrite))
-        else:
-            lines = list(export_forms.tenant(folder, output, base, dtype, overwrite))
+    lines = export_as(to, folder, output, base, dtype, rank=rank, with_code=with_code, bits=bits, overwrite=overwrite)
     for line in lines:
         console.print(line, soft_wrap=True)
 

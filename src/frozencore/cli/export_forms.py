@@ -15,6 +15,40 @@ from frozencore.adapter.export.onnx import export_onnx, export_onnx_adapter
 from frozencore.adapter.export.serving import VLLM_CPU_HEADS, VLLM_MAX_RANKS, head_size, vllm_max_rank
 from frozencore.adapter.folders import read_adapter
 from frozencore.files.adapter_folder import WEIGHTS_FILE
+from frozencore.tune.load import quiet_loading
+
+
+def export_as(
+    to: str,
+    folder: Path,
+    output: Path | None,
+    base: str | None,
+    dtype: str,
+    *,
+    rank: int | None,
+    with_code: bool,
+    bits: int | None,
+    overwrite: bool,
+) -> list[str]:
+    """Export an adapter; the options are those of the verb, which has checked that they fit the form."""
+    with quiet_loading():
+        if output is None:
+            return [core_fragment(folder, bits or 4)]
+        if to == "qr":
+            return list(qr(folder, output, bits or 4))
+        if to == "onnx-adapter":
+            return list(onnx_adapter(folder, output, base, dtype))
+        if to == "onnx":
+            return list(onnx(folder, output, base, dtype, bits, overwrite))
+        if to == "lora":
+            return list(lora(folder, output, base, dtype, rank, overwrite))
+        if to == "merged":
+            return list(merged(folder, output, base, dtype, overwrite))
+        if to == "basis-model":
+            return list(basis_model(folder, output, base, dtype, with_code, overwrite))
+        if bits is not None:
+            return list(core(folder, output, bits, overwrite))
+        return list(tenant(folder, output, base, dtype, overwrite))
 
 
 def _factor_dtype(name: str) -> torch.dtype:
@@ -93,10 +127,6 @@ def onnx_adapter(adapter: Path, output: Path, base: str | None, dtype: str) -> I
     size = export_onnx_adapter(adapter, output, model=base, dtype=_factor_dtype(dtype))
     compared = f"its basis is that of {base}" if base else "the runtime compares its basis"
     yield f"ONNX adapter: {output}, {size:,} bytes ({compared})"
-
-
-def link(adapter: Path, bits: int) -> Iterator[str]:
-    yield core_fragment(adapter, bits)
 
 
 def qr(adapter: Path, output: Path, bits: int) -> Iterator[str]:

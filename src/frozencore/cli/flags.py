@@ -32,12 +32,6 @@ PANELS = {
     "verb": "Run",
 }  # fmt: skip
 """The groups of flags in the help, by the part of the configuration that holds them; the last: a verb's own flags."""
-BASIC_FLAGS = (
-    "model", "data", "columns", "eval_data", "task", "tenants", "data_root", "max_length", "calibration_size",
-    "method", "rank", "targets", "basis", "learning_rate", "epochs", "batch_size", "accumulation", "slots",
-    "select_checkpoint", "output", "resume", "dry_run", "config_file", "all_layers",
-)  # fmt: skip
-"""The flags of a run that ``--help`` shows; ``--help-all`` shows the others too."""
 METAVARS = {int: "<int>", float: "<float>", Path: "<path>"}
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
 

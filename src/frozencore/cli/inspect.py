@@ -25,6 +25,7 @@ from frozencore.files.adapter_folder import (
     folder_of,
     read_config,
 )
+from frozencore.maths.basis import ORTHONORMAL_COORDINATES
 from frozencore.text import accuracy_in_words, num_of, one_line
 from frozencore.tune import folder as run_folder
 from frozencore.tune.folder import ADAPTER, RECORD
@@ -75,16 +76,12 @@ def inspect(
         console.print(*inside, sep="\n", soft_wrap=True)
         return
     folder = adapter_in(place)
-    from frozencore.adapter.basis import load_basis
-    from frozencore.adapter.folders import read_adapter
-    from frozencore.adapter.report import inspect_adapter
-    from frozencore.maths.basis import ORTHONORMAL_COORDINATES
+    from frozencore.adapter.report import read_report
 
-    saved = None if (folder / HEADER_FILE).is_file() else read_adapter(folder)
-    basis = load_basis(folder) if saved is None else saved.find_basis()
-    reports = inspect_adapter(basis, None if saved is None else saved.core.by_layer(basis.ranks))
+    report = read_report(folder)
+    basis = report.basis
     if as_json:
-        shown = {"basis": basis.id, "layers": {name: asdict(report) for name, report in reports.items()}}
+        shown = {"basis": basis.id, "layers": {name: asdict(layer) for name, layer in report.layers.items()}}
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
         return
     if inside:
@@ -92,9 +89,9 @@ def inspect(
     if (folder / HEADER_FILE).is_file():
         console.print(*_of_basis(basis, folder), sep="\n", soft_wrap=True)
     orthonormal = basis.options["coordinates"] in ORTHONORMAL_COORDINATES
-    console.print(inspection_table(reports, every_layer=all_layers, orthonormal=orthonormal))
+    console.print(inspection_table(report.layers, every_layer=all_layers, orthonormal=orthonormal))
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    few = "" if saved is None or saved.core.bits == 32 else f", values of {saved.core.bits} bits"
+    few = "" if report.bits in (None, 32) else f", values of {report.bits} bits"
     console.print(f"Saved in {size:,} bytes{few}. Basis: {basis.id}", soft_wrap=True)
 
 

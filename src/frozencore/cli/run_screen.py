@@ -21,11 +21,12 @@ from torch import nn
 from frozencore.adapter.core import Core
 from frozencore.adapter.folders import read_tensors
 from frozencore.adapter.layer import PREFIX
-from frozencore.cli.display import StageDisplay, console, table_of
+from frozencore.cli.display import table_of
 from frozencore.files.adapter_folder import PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.files.atomic_write import read_lines
 from frozencore.text import Progress, bytes_in_words, num_of, one_line, percent, wilson
 from frozencore.tune.adapt import limits_of_basis, on_named_basis, starting_core
+from frozencore.tune.adapters import add_adapter
 from frozencore.tune.config import RunConfig, as_flags
 from frozencore.tune.cost import estimate_bytes, num_trainable, outline_of, training_state_bytes
 from frozencore.tune.folder import SAMPLES
@@ -45,25 +46,19 @@ MOST_PLACES = 8  # names of layers, or of adapters, on one line
 END_OF_PROMPT, MOST_OF_ANSWER = 200, 2_000  # characters; samples.jsonl holds all of them
 
 
-def print_dry_run(config: RunConfig, num_slots: int | None = None) -> None:
-    """Read a run's model and rows, and print what it would do. What fails before scoring in a run fails here too.
+def dry_run(config: RunConfig, progress: Progress, num_slots: int | None = None) -> list[Text]:
+    """Read a run's model and rows, and say what it would do. What fails before scoring in a run fails here too.
 
     Args:
         num_slots: Tenants that would train at once; None for a run without tenants.
     """
-    with StageDisplay(console) as progress:
-        progress.started()
-        inputs, rows, lines = (
-            _of_run(config, progress) if num_slots is None else _of_tenants(config, num_slots, progress)
-        )
+    inputs, rows, lines = _of_run(config, progress) if num_slots is None else _of_tenants(config, num_slots, progress)
     if starting_core(config.method) is not None:
         lines.append(Text(f"The start: {config.method.start_from}."))
     lines += [Text(f"Warning: {limit}", style="yellow") for limit in limits_of_basis(config.method.basis)]
     lines.append(Text("\nThe options that differ from the defaults, as a file for --config", style="bold"))
     lines.append(Text(as_flags(config, many=num_slots is not None).rstrip()))
-    lines += _training_rows(rows[:SHOWN], inputs.encoder.tokenizer.decode)
-    for line in lines:
-        console.print(line, soft_wrap=True)
+    return [*lines, *_training_rows(rows[:SHOWN], inputs.encoder.tokenizer.decode)]
 
 
 def _of_run(config: RunConfig, progress: Progress) -> tuple[Inputs, Sequence[TokenRow], list[Text]]:
@@ -147,10 +142,8 @@ def _adapted(config: RunConfig, inputs: Inputs) -> nn.Module | None:
     if config.method.entry.changes_base:
         return None
     with torch.device("meta"), suppress(NotImplementedError):
-        model = without_weights(inputs.model.config)
-        return config.method.entry.add(
-            model, replace(config.method, target_modules=resolve_targets(config.method, inputs.model))
-        )
+        options = replace(config.method, target_modules=resolve_targets(config.method, inputs.model))
+        return add_adapter(options.entry, without_weights(inputs.model.config), options)
     return None
 
 

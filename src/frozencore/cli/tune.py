@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Group
-from rich.text import Text
 
-from frozencore.cli.display import StageDisplay, console, table_of
+from frozencore.cli.display import StageDisplay, console
 from frozencore.cli.flags import DryRun, Out, Resume, RunCommand, require_out, told_if_nothing_is_kept
-from frozencore.errors import ConfigError, FrozenCoreError, RankError
-from frozencore.text import bytes_in_words, num_of, one_line
+from frozencore.errors import ConfigError
+from frozencore.files.hub import hub_client
+from frozencore.text import num_of, one_line
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import (
     ADAPTER,
     BASIS,
-    FIGURE,
     RECORD,
-    SAMPLES,
     interrupted_work,
     refuse_used,
     require_new,
@@ -29,10 +24,7 @@ from frozencore.tune.folder import (
 )
 from frozencore.tune.locate import find_tenants, other_files, require_files, require_tenant_files
 from frozencore.tune.many.folder import refuse_taken
-from frozencore.tune.processes import is_first, joined, num_started, own_number, refuse_several
-
-if TYPE_CHECKING:
-    from frozencore.tune.record import Failure, TunedRecord
+from frozencore.tune.processes import is_first, num_started, refuse_several
 
 TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named after it; or a YAML file 'name: file'."
 
@@ -50,9 +42,7 @@ def _tune(
         refuse_several("--dry-run")
     require_files(config)
     if dry_run:
-        from frozencore.cli.run_screen import print_dry_run
-
-        print_dry_run(config)
+        _dry_run(config)
         return
     output = require_out(output)
     refuse_used(output, resume=resume)
@@ -64,35 +54,33 @@ def _tune(
                 f"--push-to-hub uploads cores, whose basis must be on the hub too, but {config.method.basis} is a "
                 "folder. Upload it (hf upload OWNER/NAME FOLDER), and give --basis OWNER/NAME."
             )
-        from frozencore.files.hub_client import require_upload
-
-        require_upload(push_to_hub)
+        hub_client().require_upload(push_to_hub)
     if resume:
         _print_resumed(output)
     kept = told_if_nothing_is_kept(lambda: interrupted_work(output) or (output / RECORD).is_file())
-    with kept, joined(), StageDisplay(console) as progress:
-        from frozencore.cli.run_screen import run_summary, sample_lines, size_lines
-        from frozencore.tune.run import execute
+    with kept, StageDisplay(console) as progress:
+        from frozencore.cli import runs
 
         progress.started()
-        record = execute(config, output, progress, resume=resume)
+        record = runs.tune(config, output, progress, resume=resume)
     if not is_first():
         return
-    for warning in record.warnings:
-        console.print(f"Warning: {warning}", style="yellow")
-    console.print(run_summary(record))
-    if (output / SAMPLES).is_file():
-        console.print(Group(*sample_lines(output / SAMPLES)))
-    for line in size_lines(output / ADAPTER):
-        console.print(line, soft_wrap=True)
-    console.print(f"Adapter: {output / ADAPTER}   Record: {output / RECORD}   Curve: {output / FIGURE}", soft_wrap=True)
+    runs.print_run(record, output)
     if push_to_hub is not None:
-        from frozencore.files.hub_client import upload
-
-        console.print(f"Uploaded: {upload(output / ADAPTER, push_to_hub)}")
+        console.print(f"Uploaded: {hub_client().upload(output / ADAPTER, push_to_hub)}")
 
 
 tune = RunCommand(_tune)
+
+
+def _dry_run(config: RunConfig, slots: int | None = None) -> None:
+    with StageDisplay(console) as progress:
+        from frozencore.cli.run_screen import dry_run
+
+        progress.started()
+        lines = dry_run(config, progress, slots)
+    for line in lines:
+        console.print(line, soft_wrap=True)
 
 
 def print_other_files(tenants: Path) -> None:
@@ -129,9 +117,7 @@ def _tune_many(
     print_other_files(tenants)
     if dry_run:
         refuse_several("--dry-run")
-        from frozencore.cli.run_screen import print_dry_run
-
-        print_dry_run(config, slots)
+        _dry_run(config, slots)
         return
     output = require_out(output)
     names = find_tenants(tenants)
@@ -144,54 +130,14 @@ def _tune_many(
     if resume:
         console.print(f"{num_kept()} of {num_of(len(names), 'tenant')} have their result in {output}")
     with told_if_nothing_is_kept(num_kept), StageDisplay(console) as stages:
-        from frozencore.tune.many.run import execute_many
-        from frozencore.tune.record import Failure
+        from frozencore.cli import runs
 
         stages.started()
-        try:
-            outcomes = execute_many(config, output, stages, num_slots=slots, resume=resume)
-        except FrozenCoreError as error:
-            if is_first():
-                raise
-            raise RankError(f"Process {own_number() + 1} of {num_started()}: {error}") from error
-    console.quiet = False  # each process tells of its own tenants
-    records = {name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, Failure)}
-    failures = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}
-    for warning in dict.fromkeys(warning for record in records.values() for warning in record.warnings):
-        console.print(f"Warning: {warning}", style="yellow")
-    console.print(_summary(records, failures))
-    console.print(f"Adapters: {output}/NAME/adapter   Records: {output}/NAME/result.json", soft_wrap=True)
-    if failures and num_started() == 1:  # torchrun would end the other processes before they have finished
+        outcomes = runs.tune_many(config, output, stages, slots=slots, resume=resume)
+    console.quiet = False  # each process prints its tenants
+    succeeded = runs.print_tenants(outcomes, output)
+    if not succeeded and num_started() == 1:  # torchrun would end the other processes before they have finished
         raise typer.Exit(1)
-
-
-def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]) -> Group:
-    """Show the gain of each tenant, and their cost together."""
-    cells: list[tuple[str, ...]] = []
-    for name, record in records.items():
-        rows, steps = record.rows.trained, str(record.training.num_steps)
-        if record.selection is not None and record.selection.kept_step != record.training.num_steps:
-            steps = f"{record.selection.kept_step} of {steps}"
-        losses = (record.held_out_loss_before, record.held_out_loss)
-        shown = ("" if loss is None else f"{loss:.3f}" for loss in losses)
-        cells.append((name, str(rows), steps, *shown, f"{record.training_s:.1f}"))
-    cells += [(name, "", "", "", failure.reason, "") for name, failure in failures.items()]
-    lines = [Text(f"{name}: {failure.message}") for name, failure in failures.items()]
-    if records:
-        from frozencore.cli.run_screen import of_setup, of_start
-
-        first, *_ = records.values()
-        lines += map(Text, of_start(first))
-        lines.append(
-            Text(
-                f"{first.num_trainable:,} trained values each; {of_setup(first)}, "
-                f"training {sum(record.training_s for record in records.values()):.1f} s together, "
-                f"peak memory {bytes_in_words(max(record.peak_memory_bytes for record in records.values()))}"
-            )
-        )
-    headings = ("tenant", "rows", "steps", "held-out loss before", "after", "share, s")
-    title = f"{num_of(len(cells), 'tenant')} on one basis"
-    return Group(table_of(title, headings, cells, names=("tenant",)), *lines)
 
 
 tune_many = RunCommand(
@@ -222,20 +168,14 @@ def _calibrate(
     require_new(output, RECORD, ADAPTER, BASIS)
     if tenants is not None:
         print_other_files(tenants)
-    with warnings.catch_warnings(record=True) as caught, joined(), StageDisplay(console) as progress:
-        from frozencore.tune.calibrate_only import execute_calibration
+    with StageDisplay(console) as progress:
+        from frozencore.cli import runs
 
         progress.started()
-        warnings.simplefilter("always")
-        calibration = execute_calibration(config, output, progress, of_tenants=tenants is not None)
+        calibration, caught = runs.calibrate(config, output, progress, of_tenants=tenants is not None)
     if not is_first():
         return
-    for told in sorted({str(one.message) for one in caught if one.category is UserWarning}):
-        console.print(f"Warning: {told}", style="yellow")
-    from frozencore.cli.inspect import calibration_summary
-
-    console.print(calibration_summary(calibration, every_layer=all_layers))
-    console.print(f"Basis: {output / BASIS}   Adapter: {output / ADAPTER}", soft_wrap=True)
+    runs.print_calibration(calibration, caught, output, every_layer=all_layers)
     rows = "tune --data ROWS" if tenants is None else f"tune-many --tenants {tenants}"
     next_line = f"frozencore {rows} --model {config.model.name} --basis {output / BASIS} --out OUT"
     console.print(f"Next: {next_line}", soft_wrap=True)

@@ -10,7 +10,7 @@ from typing import Any
 from unicodedata import category, normalize
 
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.files.hub import is_hub_id
+from frozencore.files.hub import hub_client, is_hub_id
 from frozencore.files.lfs_pointer import lfs_pointer_in
 from frozencore.text import one_line
 
@@ -120,11 +120,12 @@ def folder_of(place: str, revision: str | None = None) -> Path:
     folder = Path(place)
     if not is_hub_id(place) or is_folder(place):
         return folder
-    from frozencore.files.hub_client import download
-
     files = [CONFIG_FILE, WEIGHTS_FILE, HEADER_FILE, FACTORS_FILE, "README.md"]
     wanted = [*files, *(f"basis/{name}" for name in (HEADER_FILE, FACTORS_FILE))]
-    return download(place, revision, wanted, instead=PICKLE_FILE, unless=(WEIGHTS_FILE, HEADER_FILE))
+    fetched: Path = hub_client().download(
+        place, revision, wanted, instead=PICKLE_FILE, unless=(WEIGHTS_FILE, HEADER_FILE)
+    )
+    return fetched
 
 
 def require_tenant_name(name: str, of: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from frozencore.errors import ModelError
@@ -12,6 +13,13 @@ from frozencore.files.gguf_file import find_gguf
 def is_hub_id(place: str) -> bool:
     """Return whether a name has the form of a repository, ``ORGANISATION/NAME``, and not of a path."""
     return place.count("/") == 1 and not place.startswith((".", "/", "~"))
+
+
+def hub_client() -> ModuleType:
+    """:mod:`frozencore.files.hub_client`, imported when a repository is asked for: that takes half a second."""
+    from frozencore.files import hub_client
+
+    return hub_client
 
 
 def safe_loading(model: str) -> dict[str, Any]:
@@ -39,10 +47,8 @@ def _hub_has(model: str) -> bool:
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or not model:
         lack = "there is no such folder"
     else:
-        from frozencore.files import hub_client
-
-        answers = hub_client.hub_answers("model", model)
-        if answers or hub_client.is_cached(model):
-            return answers
+        answers = hub_client().hub_answers("model", model)
+        if answers or hub_client().is_cached(model):
+            return bool(answers)
         lack = "it is no folder and not in the offline cache, and the hub cannot be reached"
     raise ModelError(f"Model {model}: {lack}. Give a folder, a GGUF file or a hub id (ORGANISATION/NAME).")

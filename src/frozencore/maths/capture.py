@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from jaxtyping import Float
-from torch import Tensor
 
+from frozencore.device import torch
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.linalg import effective_rank
@@ -23,12 +22,14 @@ from frozencore.maths.moments import LayerMoments, MomentName, max_over_median
 from frozencore.maths.whitening import Whitening, damped
 
 
-def core_gradient(G: Float[Tensor, "m n"], basis: LayerBasis) -> Float[Tensor, "r r"]:
+def core_gradient(G: Float[torch.Tensor, "m n"], basis: LayerBasis) -> Float[torch.Tensor, "r r"]:
     """``PᵀGQ``, the gradient of a zero core, in float64; the product with G has G's own precision."""
     return (basis.P.to(G.dtype).mT @ G).double() @ basis.Q.double()
 
 
-def whitened_core(core: Float[Tensor, "r r"], A: Tensor, D: Tensor, basis: LayerBasis) -> Float[Tensor, "r r"]:
+def whitened_core(
+    core: Float[torch.Tensor, "r r"], A: torch.Tensor, D: torch.Tensor, basis: LayerBasis
+) -> Float[torch.Tensor, "r r"]:
     """``(PᵀDP)^-1/2 C (QᵀAQ)^-1/2`` of a core's gradient C, up to a rotation on each side (Cholesky roots)."""
     P, Q = basis.P.double(), basis.Q.double()
     left = torch.linalg.cholesky(P.mT @ times(D, P))
@@ -37,7 +38,7 @@ def whitened_core(core: Float[Tensor, "r r"], A: Tensor, D: Tensor, basis: Layer
     return torch.linalg.solve_triangular(right, half.mT, upper=False).mT
 
 
-def times(second_moment: Tensor, X: Tensor) -> Tensor:
+def times(second_moment: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
     """A second moment, a vector (diagonal) or a matrix (dense), times X, in float64."""
     moment, X = second_moment.double(), X.double()
     return moment[:, None] * X if moment.ndim == 1 else moment @ X
@@ -127,7 +128,7 @@ def capture_or_none(moments: LayerMoments | None, basis: LayerBasis) -> Capture 
 
 
 def _squares(
-    G: Float[Tensor, "m n"], A: Float[Tensor, " n"], D: Float[Tensor, " m"], unit: float
+    G: Float[torch.Tensor, "m n"], A: Float[torch.Tensor, " n"], D: Float[torch.Tensor, " m"], unit: float
 ) -> tuple[float, float]:
     """``‖G‖²_F`` and ``‖D^-1/2 G A^-1/2‖²_F``, both divided by ``unit²`` to stay in float32's range.
 

@@ -31,6 +31,7 @@ from frozencore.maths.capture import Capture, capture_or_none
 from frozencore.maths.moments import LayerMoments
 from frozencore.options import COMMAND_NAMES, without_lists
 from frozencore.text import Progress, flag_of, one_line
+from frozencore.tune.adapters import add_adapter, keep_start
 from frozencore.tune.calibration_record import Alignment, CalibratedAdapter, CalibrationSummary
 from frozencore.tune.config import RunConfig
 from frozencore.tune.cost import model_bytes
@@ -135,7 +136,7 @@ def adapt(
     started, known, calibration = time.perf_counter(), precomputed or Precomputed(), None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = config.entry.add(inputs.model, replace(config, target_modules=targets), known.bases)
+        model = add_adapter(config.entry, inputs.model, replace(config, target_modules=targets), known.bases)
         if known.bases is None and config.moments_needed:
             batches = own_share(calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id))
             calibration = calibrate(
@@ -191,7 +192,7 @@ def limits_of_basis(basis: str | None) -> tuple[str, ...]:
 def save_start(adapted: Adapted, method: Method, folder: Path) -> None:
     """Save what a resumed run, or the end of this one, needs of the adapter's start; for many methods nothing."""
     if adapted.made.calibration is None:
-        method.keep_start(adapted.model, folder)
+        keep_start(method, adapted.model, folder)
         return
     with atomic_folder(folder, overwrite=True) as aside:
         begin_model_card(aside)

@@ -11,6 +11,7 @@ from frozencore.distributed import broadcast_from_rank0, raise_on_any_rank
 from frozencore.errors import ConfigError
 from frozencore.text import Progress
 from frozencore.tune.adapt import calibration_batches, own_share
+from frozencore.tune.adapters import add_adapter, save_adapter
 from frozencore.tune.calibration_record import CalibrationSummary
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import ADAPTER, BASIS, RECORD, require_new
@@ -48,12 +49,12 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
             inputs = prepare(config.model, config.rows, config.scoring, progress)
         batches = own_share(calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id))
     targets = resolve_targets(config.method, inputs.model)
-    model = config.method.entry.add(inputs.model, replace(config.method, target_modules=targets))
+    model = add_adapter(config.method.entry, inputs.model, replace(config.method, target_modules=targets))
     calibration = calibrate(model, batches, options=config.method.calibration, progress=progress)
 
     def save() -> None:
         out.mkdir(parents=True, exist_ok=True)
-        config.method.entry.save(model, out / ADAPTER, out)
+        save_adapter(config.method.entry, model, out / ADAPTER, out)
         read = calibrated_on(config.method, config.rows, inputs.rows, CalibrationSummary.of(calibration))
         save_basis(model, out / BASIS, calibrated_on=read)
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
+from frozencore.maths.capture import METRIC, Capture
 from frozencore.tune.record_part import Count, Finite, RecordPart, rounded
 
 if TYPE_CHECKING:
     from frozencore.calibration.calibrate import Calibration
-    from frozencore.maths.capture import Capture
 
 NUM_LEADING = 4  # recorded singular values of a layer, beside the last
 LAYER_NUMBERS = (
@@ -92,8 +92,6 @@ class Alignment(RecordPart):
     @classmethod
     def of(cls, captures: Mapping[str, Capture]) -> Self | None:
         """The alignment from each layer's capture; None without layers."""
-        from frozencore.maths.capture import METRIC  # a verb reads records before it imports torch
-
         if not captures:
             return None
         layers = list(captures.values())

@@ -12,6 +12,7 @@ from frozencore.adapter.swap import round_core, swap_core
 from frozencore.errors import ConfigError, DivergenceError
 from frozencore.files.adapter_folder import adapter_in, folder_of, require_tenant_name
 from frozencore.text import Progress, as_stage
+from frozencore.tune.adapters import add_adapter, save_adapter
 from frozencore.tune.config import make_config
 from frozencore.tune.evaluate import BaseWithAdapter, adapter_names
 from frozencore.tune.folder import ADAPTER, BASIS, START
@@ -130,7 +131,7 @@ def score_cores(
     """
     method = find_method("compressed")
     options = MethodConfig(basis=str(shop / BASIS))
-    model = method.add(inputs.model, options)
+    model = add_adapter(method, inputs.model, options)
     for name in scores:
         own = rows[name]
         swap_core(model, shop / name / ADAPTER)
@@ -152,7 +153,7 @@ def score_cores(
         except DivergenceError as error:
             scores[name]["trained on"] = str(error)
         else:
-            method.save(model, shop / name / TRAINED_ON, shop / name / START, rounded)
+            save_adapter(method, model, shop / name / TRAINED_ON, shop / name / START, rounded)
 
 
 def _score(inputs: Inputs, own: TenantRows, model: nn.Module, what: str, progress: Progress) -> Score:

@@ -26,9 +26,10 @@ from torch.utils._pytree import tree_leaves
 from frozencore.adapter.layer import layer_shape
 from frozencore.device import computes_fast, memory_of, resolve_device
 from frozencore.files.fingerprint import base_tensors, stored_tensors
+from frozencore.tune.adapters import add_adapter, targeted_layers
 from frozencore.tune.config_parts import ModelConfig
 from frozencore.tune.load import Base, load_config, load_tokenizer, without_weights
-from frozencore.tune.methods import METHODS, MethodConfig, Targets, targeted_layers
+from frozencore.tune.methods import METHODS, MethodConfig, Targets
 from frozencore.tune.training.callbacks import total_bytes
 
 ADAM_STATES = 2  # first and second moment
@@ -130,9 +131,8 @@ def estimate_bytes(config: MethodConfig, base: nn.Module, targets: Targets, num_
     method = config.entry
     of_graph = METHODS["lora"] if {*method.trains} <= {"core", "factors"} else method
     with torch.device("meta"):
-        model = of_graph.add(
-            copy.deepcopy(base), replace(config, target_modules=targets, core={}, basis=None, start_from=None)
-        )
+        options = replace(config, target_modules=targets, core={}, basis=None, start_from=None)
+        model = add_adapter(of_graph, copy.deepcopy(base), options)
     layers = targeted_layers(base, targets) if method.has_bases else ()
     shapes = [layer_shape(base.get_submodule(name)) for name in layers]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +13,19 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as of_transformers
 
-from frozencore.adapter.named_layers import attention_projections, linear_names
+from frozencore.adapter.named_layers import linear_names
 from frozencore.device import computes_fast, memory_of, resolve_device
 from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_file import file_of
 from frozencore.files.gguf_model import is_quantised, read_tokenizer, read_weights, why_unreadable
 from frozencore.files.hub import safe_loading
-from frozencore.quiet import quiet_loading
 from frozencore.text import Progress, num_of
+from frozencore.tune.adapters import default_targets, targeted_layers
 from frozencore.tune.config_parts import ModelConfig, RowsConfig, ScoringConfig
 from frozencore.tune.locate import model_location
-from frozencore.tune.methods import MethodConfig, Targets, targeted_layers
+from frozencore.tune.methods import MethodConfig, Targets
 from frozencore.tune.processes import num_started
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import (
@@ -40,6 +42,20 @@ from frozencore.tune.run_rows import RowCache, RunRows, prepare_rows
 FLOAT32_BYTES = 4
 SHARE_OF_MEMORY = 0.5  # of the machine's, for the weights in float32
 _WAY_OUT = "Give a folder that save_pretrained wrote, a GGUF file or a hub id."
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Turn off transformers' progress bars and warnings inside."""
+    verbosity, draws_bars = of_transformers.get_verbosity(), of_transformers.is_progress_bar_enabled()
+    of_transformers.set_verbosity_error()
+    of_transformers.disable_progress_bar()
+    try:
+        yield
+    finally:
+        of_transformers.set_verbosity(verbosity)
+        if draws_bars:
+            of_transformers.enable_progress_bar()
 
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, Any]:
@@ -184,7 +200,7 @@ def resolve_targets(config: MethodConfig, model: PreTrainedModel) -> Targets:
         ConfigError: A name matches no layer, the architecture is unknown and no names were given, or the model has
             fewer blocks than requested.
     """
-    targets = config.target_modules or config.entry.default_targets(model) or tuple(attention_projections(model))
+    targets = config.target_modules or default_targets(config.entry, model)
     if targets != "all-linear":
         _require_each(model, targets)
     return targets if config.layers is None else _in_last_blocks(model, targets, config.layers)

@@ -7,6 +7,7 @@ from unicodedata import normalize
 
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.files.adapter_folder import RESERVED, name_on_disk, require_header, require_tenant_name
+from frozencore.files.gguf_file import cache_folder
 from frozencore.files.hub import is_hub_id, safe_loading
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.text import nearest_name
@@ -15,9 +16,10 @@ from frozencore.tune.pocket import POCKET_MODEL, pocket_model_path
 from frozencore.tune.rows.forms import require_rows
 from frozencore.tune.rows.row_sources import KINDS, row_file
 from frozencore.tune.rows.sources import is_named
-from frozencore.tune.smollm2 import SMOLLM2, smollm2_path
 
 MODEL_CONFIG = "config.json"
+SMOLLM2 = "smollm2"
+"""The name of SmolLM2-135M-Instruct (:mod:`frozencore.tune.smollm2`) in place of a hub id."""
 
 
 def model_location(name: str) -> str:
@@ -29,6 +31,25 @@ def model_location(name: str) -> str:
     if name == POCKET_MODEL:
         return str(pocket_model_path())
     return str(smollm2_path()) if name == SMOLLM2 else name
+
+
+def smollm2_path() -> Path:
+    """The folder of the unpacked model, for ``AutoModelForCausalLM.from_pretrained``.
+
+    Raises:
+        ModelError: The folder does not exist on this machine.
+    """
+    folder = smollm2_folder()
+    if not (folder / MODEL_CONFIG).is_file():
+        raise ModelError(
+            f"Model {SMOLLM2} is not on this machine: `make smollm2`, or `python -m frozencore.tune.smollm2` where "
+            f"there is no make, fetches it once (93 MB, to {folder})."
+        )
+    return folder
+
+
+def smollm2_folder() -> Path:
+    return cache_folder() / SMOLLM2
 
 
 def require_files(config: RunConfig) -> None:

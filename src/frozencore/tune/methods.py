@@ -1,19 +1,16 @@
 """Methods: a frozen core for every basis constructor, LoRA, DoRA and PiSSA of PEFT, and full fine-tuning.
 
-A new method needs a class and a row of :data:`METHODS`; constructors have rows already. The learning rates are usual
-middle values, from which a search can start. The warm-up is the paper's 0.1.
+A new method needs a row of :data:`METHODS` and its way onto a model (:func:`frozencore.tune.adapters.add_adapter`);
+constructors have both already. The learning rates are usual middle values, from which a search can start. The warm-up
+is the paper's 0.1.
 """
 
 from __future__ import annotations
 
-import warnings
-from abc import ABC, abstractmethod
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.constructors import (
@@ -26,21 +23,10 @@ from frozencore.constructors import (
 )
 from frozencore.constructors.constructor import Rank, ScaleOptions
 from frozencore.errors import ConfigError
-from frozencore.files.atomic_write import atomic_folder
 from frozencore.maths.moments import MomentName
 from frozencore.maths.quantise import Bits
 from frozencore.options import Bounds, ConfigPart, Option, options_of
 from frozencore.text import unknown_name
-
-if TYPE_CHECKING:
-    import torch
-    from peft import PeftConfig, PeftModel
-    from torch import nn
-
-    from frozencore.adapter.config import FrozenCoreConfig
-    from frozencore.adapter.core import Core
-    from frozencore.maths.basis import LayerBasis
-
 
 Targets = Annotated[tuple[str, ...], Bounds(min_items=1)] | Literal["all-linear"]
 SEED = 42
@@ -48,7 +34,7 @@ Seed = Annotated[int, Bounds(ge=0, lt=2**32), "Seed of calibration rows, row ord
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method(ABC):
+class Method:
     """One way to train a model: a row of :data:`frozencore.tune.methods.METHODS`.
 
     Attributes:
@@ -81,21 +67,6 @@ class Method(ABC):
         """Return whether a phase before training reads the data or the base weights."""
         return self.has_bases or self.changes_base
 
-    def default_targets(self, model: nn.Module) -> Targets | None:
-        """The default layers; None means the attention projections."""
-        return None
-
-    @abstractmethod
-    def add(self, model: nn.Module, options: MethodConfig, bases: Mapping[str, LayerBasis] | None = None) -> PeftModel:
-        """Add the adapter without calibration; the model's output does not change.
-
-        Args:
-            bases: The layers of the basis of a ``weights_only`` method, to save the computation.
-
-        Raises:
-            ConfigError: The options contradict one another or do not fit the model.
-        """
-
     def needs(self, options: MethodConfig) -> frozenset[MomentName]:
         """The moments that the method needs; empty if it needs none.
 
@@ -103,81 +74,9 @@ class Method(ABC):
         """
         return frozenset()
 
-    def keep_start(self, model: PeftModel, folder: Path) -> None:  # noqa: B027  # for most there is nothing to do
-        """Store in a folder the initial state that :meth:`save` needs; by default nothing."""
-
-    def save(self, model: PeftModel, folder: Path, start: Path, core: Core | None = None) -> None:
-        """Save a trained adapter atomically, for ``PeftModel.from_pretrained`` on the original base model.
-
-        Args:
-            start: The folder of :meth:`keep_start`.
-            core: A core of fewer bits, in place of the model's.
-        """
-        if core is None:
-            with atomic_folder(folder, overwrite=True) as aside:
-                self._write(model, aside, start)
-            return
-        from frozencore.adapter.folders import read_adapter
-
-        with TemporaryDirectory() as whole:
-            self._write(model, Path(whole), start)
-            read_adapter(whole).write(folder, core, overwrite=True)
-
-    def _write(self, model: PeftModel, folder: Path, start: Path) -> None:
-        model.save_pretrained(str(folder))
-
-
-def targeted_layers(model: nn.Module, targets: Targets) -> list[str]:
-    """The full names of the layers, in the model's order; ``all-linear`` excludes the output layer.
-
-    A name or the end of a name selects linear layers; a full name may also select another module with parameters.
-    """
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
-
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-    if targets == "all-linear":
-        head = cast(Any, model).get_output_embeddings()
-        return [name for name, module in linear.items() if module is not head]
-    named = set(targets)
-    return [
-        name
-        for name, module in model.named_modules()
-        if (name in named and any(True for _ in module.parameters(recurse=False)))
-        or (name in linear and any(name.endswith(f".{one}") for one in targets))
-    ]
-
 
 @dataclass(frozen=True, kw_only=True)
-class FromPEFT(Method):
-    """A method of PEFT at the rank and on the targets of frozen cores, in float32 also on a 16-bit base."""
-
-    @abstractmethod
-    def config(self, options: MethodConfig, model: nn.Module) -> PeftConfig:
-        """The configuration for PEFT."""
-
-    def add(self, model: nn.Module, options: MethodConfig, bases: Mapping[str, LayerBasis] | None = None) -> PeftModel:
-        """Add the adapter; the global random state is restored."""
-        import torch
-        from peft import get_peft_model
-
-        with torch.random.fork_rng():
-            torch.manual_seed(options.seed)
-            try:
-                return get_peft_model(model, self.config(options, model))
-            except (ValueError, TypeError) as error:
-                raise ConfigError(
-                    f"The targets {options.target_modules!r} cannot carry {self.label}: {error}"
-                ) from error
-
-
-def as_peft_takes(options: MethodConfig) -> str | list[str] | None:
-    """The targets in the form of a PEFT configuration."""
-    return list(options.target_modules) if isinstance(options.target_modules, tuple) else options.target_modules
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoRA(FromPEFT):
+class LoRA(Method):
     """LoRA, and DoRA with ``use_dora``, which also trains a magnitude for each output.
 
     Scale 1 (``lora_alpha = r``) and no dropout. The factors are about ``r (m + n)`` values a layer, where a core has
@@ -186,20 +85,6 @@ class LoRA(FromPEFT):
 
     use_dora: bool = False
     initialisation: ClassVar[Literal[True, "pissa"]] = True
-
-    def config(self, options: MethodConfig, model: nn.Module) -> PeftConfig:
-        from peft import LoraConfig
-
-        return LoraConfig(
-            r=options.r,
-            lora_alpha=options.r,
-            lora_dropout=0.0,
-            bias="none",
-            target_modules=as_peft_takes(options),
-            init_lora_weights=self.initialisation,
-            use_dora=self.use_dora,
-            task_type="CAUSAL_LM",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,80 +98,15 @@ class PiSSA(LoRA):
     initialisation: ClassVar[Literal[True, "pissa"]] = "pissa"
     changes_base: ClassVar[bool] = True
 
-    def keep_start(self, model: PeftModel, folder: Path) -> None:
-        model.save_pretrained(str(folder))
-
-    def _write(self, model: PeftModel, folder: Path, start: Path) -> None:
-        with warnings.catch_warnings():  # PEFT warns to convert although it converts here
-            warnings.filterwarnings("ignore", message="PiSSA changes the base weights")
-            model.save_pretrained(str(folder), path_initial_model_for_weight_conversion=str(start))
-
-
-FLOAT32_BYTES = 4
-
 
 @dataclass(frozen=True, kw_only=True)
-class FullFineTuning(FromPEFT):
+class FullFineTuning(Method):
     """Train every weight of the model, including embeddings and norms, or the weights and biases of named targets.
 
     The saved adapter is as large as they are.
     """
 
     unread: ClassVar[tuple[str, ...]] = ("r", "bits")
-
-    def default_targets(self, model: nn.Module) -> Targets:
-        """Every module with its own parameters; for tied embeddings the input embedding."""
-        head = cast(Any, model).get_output_embeddings()
-        names = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
-        return tuple(
-            name for name in names if model.get_submodule(name) is not head or not _ties_its_embeddings(model, names)
-        )
-
-    def add(self, model: nn.Module, options: MethodConfig, bases: Mapping[str, LayerBasis] | None = None) -> PeftModel:
-        from peft.utils import ModulesToSaveWrapper
-
-        adapted = super().add(model, options, bases)
-        for module in adapted.modules():
-            if isinstance(module, ModulesToSaveWrapper):
-                dtype = next(module.original_module.parameters()).dtype
-                _train_in_float32(module.modules_to_save["default"], dtype)
-        return adapted
-
-    def config(self, options: MethodConfig, model: nn.Module) -> PeftConfig:
-        from peft import LoraConfig
-        from peft.utils.constants import DUMMY_TARGET_MODULES
-
-        names = targeted_layers(model, options.target_modules or self.default_targets(model))
-        if not names:
-            raise ValueError("no linear layer is called so")
-        for name in names:
-            if not all(parameter.is_floating_point() for parameter in model.get_submodule(name).parameters()):
-                raise ConfigError(
-                    f"{self.label} trains the weights themselves, but those of {name} are quantised. Load the model "
-                    "without quantisation, or train an adapter."
-                )
-        return LoraConfig(
-            target_modules=DUMMY_TARGET_MODULES,
-            modules_to_save=names,
-            ensure_weight_tying=_ties_its_embeddings(model, names),
-            task_type="CAUSAL_LM",
-        )
-
-
-def _train_in_float32(module: nn.Module, dtype: torch.dtype) -> None:
-    """Make a module's weights float32; its output keeps the model's dtype, also if tied weights are float32 already."""
-    if dtype.itemsize >= FLOAT32_BYTES:
-        return
-    module.float()
-    module.register_forward_pre_hook(lambda _, given: tuple(x.float() if x.is_floating_point() else x for x in given))
-    module.register_forward_hook(lambda _, __, result: result.to(dtype))
-
-
-def _ties_its_embeddings(model: nn.Module, names: list[str]) -> bool:
-    """Return whether the output layer shares the input embeddings' weight, and these are among the modules."""
-    inputs, outputs = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
-    is_named = any(model.get_submodule(name) is inputs for name in names)
-    return is_named and outputs is not None and outputs.weight is inputs.weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,50 +117,12 @@ class FrozenCore(Method):
     has_bases: ClassVar[bool] = True
     unread: ClassVar[tuple[str, ...]] = ()
 
-    def add(self, model: nn.Module, options: MethodConfig, bases: Mapping[str, LayerBasis] | None = None) -> PeftModel:
-        from peft import get_peft_model
-
-        from frozencore.adapter.bases import set_basis
-        from frozencore.adapter.model import FrozenCoreConfig
-
-        if options.basis is not None:
-            return get_peft_model(model, FrozenCoreConfig(basis=options.basis, task_type="CAUSAL_LM"))
-        adapted = get_peft_model(model, self._config(options, load_bases=bases is not None))
-        if bases is not None:
-            set_basis(adapted, bases)
-        return adapted
-
     def needs(self, options: MethodConfig) -> frozenset[MomentName]:
-        return (
-            frozenset() if options.basis is not None else find_constructor(self.constructor).needs(self._read(options))
-        )
-
-    def _read(self, options: MethodConfig) -> BasisOptions:
-        """The constructor's own options."""
-        of_row = find_constructor(self.constructor).options
-        read = {name: value for name, value in options.core.items() if name in options_of(of_row)}
-        return of_row(r=options.r, seed=options.seed, **read)
-
-    def _write(self, model: PeftModel, folder: Path, start: Path) -> None:
-        from frozencore.adapter.card import begin_model_card
-
-        begin_model_card(folder)
-        super()._write(model, folder, start)
-
-    def _config(self, options: MethodConfig, *, load_bases: bool = False) -> FrozenCoreConfig:
-        from frozencore.adapter.model import FrozenCoreConfig  # registers the tuner with PEFT
-
-        known = options_of(FrozenCoreConfig)
-        return FrozenCoreConfig(
-            r=options.r,
-            target_modules=as_peft_takes(options),
-            constructor=self.constructor,
-            seed=options.seed,
-            task_type="CAUSAL_LM",
-            load_bases=load_bases,
-            constructor_options={name: value for name, value in options.core.items() if name not in known},
-            **{name: value for name, value in options.core.items() if name in known},
-        )
+        if options.basis is not None:
+            return frozenset()
+        row = find_constructor(self.constructor)
+        read = {name: value for name, value in options.core.items() if name in options_of(row.options)}
+        return row.needs(row.options(r=options.r, seed=options.seed, **read))
 
 
 class FrozenCores(Mapping[str, Method]):

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Self
 
+from frozencore.device import torch
 from frozencore.tune.record_part import Count, RecordPart
 
 STEPS_VERSION = 2
@@ -40,8 +41,6 @@ class Provenance(RecordPart):
         Args:
             device: The device of the run, by torch or by name; ``auto`` is the first GPU, or the CPU.
         """
-        import torch
-
         return cls(
             versions=dict(_versions()),
             python=platform.python_version(),
@@ -55,8 +54,6 @@ class Provenance(RecordPart):
 
 def _hardware_name(device: str) -> str:
     """The name of the GPU of this device; for other devices the processor's, with the instructions that torch uses."""
-    import torch
-
     with suppress(RuntimeError, AssertionError):  # there is no such device; a failed run has this as its reason
         place = torch.device("cuda" if device == "auto" else device)
         if place.type == "cuda" and torch.cuda.is_available():

@@ -33,6 +33,7 @@ from frozencore.tune.adapt import (
     save_start,
     starting_core,
 )
+from frozencore.tune.adapters import save_adapter
 from frozencore.tune.config import RunConfig, as_json
 from frozencore.tune.config_parts import ScoringConfig, TrainingConfig
 from frozencore.tune.cost import PeakMemory, rows_at_once
@@ -178,7 +179,7 @@ def _save(
         core: The rounded core that the model has; None where no value was rounded.
     """
     (before, after), method = scores, config.method.entry
-    method.save(adapted.model, out / ADAPTER, out / START, core)
+    save_adapter(method, adapted.model, out / ADAPTER, out / START, core)
     if method.has_bases:
         rows = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
         write_model_card(out / ADAPTER, calibration=rows, scores=headline(after))

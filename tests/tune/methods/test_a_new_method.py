@@ -1,16 +1,17 @@
-"""A method from outside of the package is one row: commands, campaigns and reports then know it."""
+"""A method from outside of the package is one row and one function: commands, campaigns and reports then know it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from peft import LNTuningConfig, PeftModel, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 
+from frozencore.tune.adapters import add_adapter
 from frozencore.tune.figures import method_colour
 from frozencore.tune.methods import METHODS, Method, MethodConfig
 from small_campaign import write_spec
@@ -33,8 +34,10 @@ studies:
 class Norms(Method):
     """The gains of the layer norms."""
 
-    def add(self, model: nn.Module, options: MethodConfig, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
-        return get_peft_model(model, LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm"]))
+
+@add_adapter.register
+def _(method: Norms, model: nn.Module, options: MethodConfig, bases: object = None) -> PeftModel:
+    return get_peft_model(model, LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm"]))
 
 
 @pytest.fixture
@@ -44,7 +47,7 @@ def _row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_row")
-def test_a_row_is_enough_for_a_campaign_and_its_report(command: Command, tmp_path: Path) -> None:
+def test_a_row_and_a_function_are_enough_for_a_campaign_and_its_report(command: Command, tmp_path: Path) -> None:
     spec, folder = write_spec(tmp_path, CAMPAIGN), tmp_path / "out"
     status, planned, _ = command("campaign", "plan", spec, "--out", folder)
     assert status == 0

@@ -13,6 +13,7 @@ from torch import nn
 
 from frozencore import basis_id, calibrate, frozen_core_layers, get_basis
 from frozencore.errors import ConfigError
+from frozencore.tune.adapters import add_adapter, keep_start, save_adapter
 from frozencore.tune.methods import METHODS, MethodConfig, find_method
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.training.recipe import Recipe
@@ -29,7 +30,7 @@ CALLED = {
 
 @EVERY
 def test_it_trains_the_kinds_of_values_that_its_row_names(name: str) -> None:
-    model = METHODS[name].add(tiny_qwen2(), OPTIONS)
+    model = add_adapter(METHODS[name], tiny_qwen2(), OPTIONS)
     trainable = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
     kinds = [kind for key in trainable for kind, words in CALLED.items() if any(word in key for word in words)]
     assert len(kinds) == len(trainable) > 0
@@ -41,7 +42,7 @@ def test_the_weights_of_the_base_are_changed_by_the_methods_that_say_so(name: st
     model = tiny_qwen2()
     weights = dict(model.named_parameters())
     before = {key: parameter.clone() for key, parameter in weights.items()}
-    METHODS[name].add(model, OPTIONS)
+    add_adapter(METHODS[name], model, OPTIONS)
     assert all(torch.equal(weights[key], before[key]) for key in before) != METHODS[name].changes_base
 
 
@@ -53,7 +54,7 @@ def test_a_phase_before_training_is_had_by_those_that_look_at_data_or_weights_in
 @EVERY
 def test_moments_are_wanted_by_methods_whose_bases_wait_for_them(name: str) -> None:
     method = METHODS[name]
-    model = method.add(tiny_qwen2(), OPTIONS)
+    model = add_adapter(method, tiny_qwen2(), OPTIONS)
     layers = frozen_core_layers(model, "default")
     assert bool(layers) == method.has_bases
     waiting = [name for name, layer in layers.items() if not bool(layer.factors("default")[0].any())]
@@ -65,13 +66,13 @@ def test_bases_of_weights_alone_are_the_same_for_all_seeds_and_can_be_handed_on(
     method, other = METHODS[name], replace(OPTIONS, seed=2)
     found = []
     for options in (OPTIONS, other):
-        model = method.add(tiny_qwen2(), options)
+        model = add_adapter(method, tiny_qwen2(), options)
         if method.needs(options):
             calibrate(model, BATCHES[: options.seed], progress=False)
         found.append(get_basis(model))
     assert (found[0].id == found[1].id) == method.weights_only
     if method.weights_only:
-        model = method.add(tiny_qwen2(), other, found[0].layers)
+        model = add_adapter(method, tiny_qwen2(), other, found[0].layers)
         assert basis_id(model) == found[0].id
         assert not model.peft_config["default"].load_bases
 
@@ -85,16 +86,16 @@ def logits(model: nn.Module) -> torch.Tensor:
 def test_untrained_it_is_the_base_model_and_trained_it_reloads_on_it(name: str, tmp_path: Path) -> None:
     method, base, start = METHODS[name], tiny_qwen2(), tmp_path / "start"
     expected, original = logits(base), copy.deepcopy(base.state_dict())
-    model = method.add(tiny_qwen2(), OPTIONS)
+    model = add_adapter(method, tiny_qwen2(), OPTIONS)
     if method.needs(OPTIONS):
         calibrate(model, BATCHES, progress=False)
     torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-4)
-    method.keep_start(model, start)
+    keep_start(method, model, start)
     rows = draw_rows(8, seed=5)
     train(model, rows, Recipe(learning_rate=3e-2, warmup=0.03, epochs=4), pad_id=0)
     trained = logits(model)
     assert (trained - expected).abs().max() > 1e-2
-    method.save(model, tmp_path / "adapter", start)
+    save_adapter(method, model, tmp_path / "adapter", start)
     assert torch.equal(logits(model), trained)
     reloaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
     torch.testing.assert_close(logits(reloaded), trained, atol=1e-5, rtol=1e-4)
@@ -105,7 +106,7 @@ def test_untrained_it_is_the_base_model_and_trained_it_reloads_on_it(name: str, 
 @EVERY
 def test_the_same_seed_gives_the_same_values_and_leaves_the_global_state_alone(name: str) -> None:
     before = torch.get_rng_state()
-    first, again = (METHODS[name].add(tiny_qwen2(), OPTIONS).state_dict() for _ in range(2))
+    first, again = (add_adapter(METHODS[name], tiny_qwen2(), OPTIONS).state_dict() for _ in range(2))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(first[key], again[key]) for key in first)
 
@@ -113,7 +114,7 @@ def test_the_same_seed_gives_the_same_values_and_leaves_the_global_state_alone(n
 def test_targets_that_are_not_there_are_one_line() -> None:
     options = MethodConfig(r=4, target_modules=("nowhere",), seed=0)
     with pytest.raises(ConfigError, match="targets .*nowhere.* cannot carry LoRA"):
-        METHODS["lora"].add(tiny_qwen2(), options)
+        add_adapter(METHODS["lora"], tiny_qwen2(), options)
 
 
 def test_an_unknown_method_is_one_line_with_the_nearest() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from frozencore.errors import ConfigError
+from frozencore.tune.adapters import add_adapter, save_adapter
 from frozencore.tune.config import make_config
 from frozencore.tune.cost import num_trainable
 from frozencore.tune.load import resolve_targets
@@ -48,7 +49,7 @@ EVERY = pytest.mark.parametrize("kind", MODELS)
 
 def adapted(model: Any, **options: Any) -> PeftModel:
     config = make_config(model="pocket", task="pocket-math", method="full", **options)
-    return FULL.add(model, MethodConfig(target_modules=resolve_targets(config.method, model), seed=3))
+    return add_adapter(FULL, model, MethodConfig(target_modules=resolve_targets(config.method, model), seed=3))
 
 
 @EVERY
@@ -87,7 +88,7 @@ def test_trained_it_reloads_on_the_original_base_which_comes_out_as_it_went_in(k
     model = adapted(base)
     train(model, ROWS, RECIPE, pad_id=0)
     trained = logits(model)
-    FULL.save(model, tmp_path / "adapter", tmp_path / "start")
+    save_adapter(FULL, model, tmp_path / "adapter", tmp_path / "start")
     torch.testing.assert_close(logits(PeftModel.from_pretrained(MODELS[kind](), tmp_path / "adapter")), trained)
     bare = unload_adapter(model)
     assert (trained - logits(bare)).abs().max() > 1e-2

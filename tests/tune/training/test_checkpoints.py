@@ -20,12 +20,13 @@ from fixtures import few
 from forked import ended
 from frozencore import calibrate
 from frozencore.errors import TrainingError
+from frozencore.tune.adapters import add_adapter, default_targets
 from frozencore.tune.methods import METHODS, MethodConfig
 from frozencore.tune.training.callbacks import Saving
 from frozencore.tune.training.checkpoints import Stop, is_whole
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train
-from tiny import ATTENTION, BATCHES, draw_rows, tiny_qwen2
+from tiny import BATCHES, draw_rows, tiny_qwen2
 
 ROWS = draw_rows(20, seed=5)
 RECIPE = Recipe(
@@ -40,8 +41,8 @@ def made(name: str) -> nn.Module:
     if name == "alone":
         return tiny_qwen2()
     method, model = METHODS[name], tiny_qwen2()
-    options = MethodConfig(r=3, target_modules=method.default_targets(model) or ATTENTION, seed=1)
-    adapted = method.add(model, options)
+    options = MethodConfig(r=3, target_modules=default_targets(method, model), seed=1)
+    adapted = add_adapter(method, model, options)
     if method.needs(options):
         calibrate(adapted, BATCHES, progress=False)
     return adapted

@@ -20,9 +20,9 @@ from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.options import fingerprint_options
 from frozencore.text import Progress
 from frozencore.tune.adapt import Precomputed, calibration_batches
+from frozencore.tune.adapters import add_adapter, targeted_layers
 from frozencore.tune.config import RunConfig
 from frozencore.tune.load import Inputs, resolve_targets
-from frozencore.tune.methods import targeted_layers
 from frozencore.tune.run_rows import RunRows
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore_lab.campaign.job import Job
@@ -132,7 +132,7 @@ class SharedWork:
         with self.store.locked(f"weight-{key}"):
             if not folder.exists():
                 options = replace(config.method, target_modules=resolve_targets(config.method, inputs.model))
-                model = config.method.entry.add(inputs.model, options)
+                model = add_adapter(config.method.entry, inputs.model, options)
                 remove_left(folder.parent, folder.name)
                 get_basis(model).write(folder)
                 unload_adapter(model)

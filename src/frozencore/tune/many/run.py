@@ -25,6 +25,7 @@ from frozencore.files.atomic_write import atomic_folder, write_json, write_text
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
 from frozencore.text import Progress, as_stage
 from frozencore.tune.adapt import Adapted, adapt, learning_rate_of, starting_core
+from frozencore.tune.adapters import save_adapter
 from frozencore.tune.calibration_record import CalibratedAdapter
 from frozencore.tune.config import RunConfig, as_flags, as_json, run_options
 from frozencore.tune.cost import PeakMemory
@@ -36,7 +37,8 @@ from frozencore.tune.many.slots import held_out_losses
 from frozencore.tune.many.tenant import SLOTS, Tenant, Trained, Validation, train_many
 from frozencore.tune.many.tenant_rows import TenantRows, naming_tenant, read_tenants, tenants_of
 from frozencore.tune.methods import Targets
-from frozencore.tune.processes import is_first, num_started, use_own_gpu
+from frozencore.tune.process_group import use_own_gpu
+from frozencore.tune.processes import is_first, num_started
 from frozencore.tune.record import Failure, Provenance, TenantGroup, TunedRecord
 from frozencore.tune.record_part import RecordPart
 from frozencore.tune.run import recipe_of
@@ -166,7 +168,7 @@ class AdapterTemplate:
         Args:
             inputs: Their rows are those of the calibration.
         """
-        config.method.entry.save(adapted.model, folder / ADAPTER, folder / START)
+        save_adapter(config.method.entry, adapted.model, folder / ADAPTER, folder / START)
         source = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
         write_model_card(folder / ADAPTER, calibration=source, scores=headline(Score(0.0)))
         return cls(read_adapter(folder / ADAPTER))
