@@ -10,7 +10,7 @@ vLLM reads adapters from folders, so a tenant is written as a LoRA on the ``core
 folder, ``FROZENCORE_CACHE``, under the hash of its content. A tenant that was replaced has another name, number and
 path inside of vLLM: neither a slot nor cached keys and values of its earlier version can answer for it.
 
-This file needs what vLLM needs, and nothing of the package frozencore.
+vLLM imports this file. It needs nothing of the package frozencore.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 from typing import Any, NamedTuple
@@ -32,6 +31,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 from transformers import AutoConfig
+from vllm.config import get_current_vllm_config_or_none
+from vllm.lora import utils
+from vllm.lora.layers import ReplicatedLinearWithLoRA
+from vllm.lora.request import LoRARequest
+from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
+from vllm.platforms import current_platform
 
 import frozencore_basis_model
 from frozencore_basis_model import ENTRY, PARTS
@@ -46,11 +51,9 @@ MOST_CACHED, STAYS_S = 4096, 3600.0
 
 def register() -> None:
     """Register the model type, the slots of cores, and the resolver of tenants; repeated calls are harmless."""
-    from vllm.lora import utils
-
     frozencore_basis_model.register()
-    if _core_with_slots() not in utils._all_lora_classes:
-        utils._all_lora_classes = (_core_with_slots(), *utils._all_lora_classes)
+    if CoreWithSlots not in utils._all_lora_classes:
+        utils._all_lora_classes = (CoreWithSlots, *utils._all_lora_classes)
     if tenants := os.environ.get(TENANTS):
         _serve_tenants(Path(tenants), Path(os.environ.get(CACHE) or Path(gettempdir(), "frozencore-tenants")))
 
@@ -188,41 +191,50 @@ def _lora(cores: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
     return found
 
 
+class TenantResolver(LoRAResolver):
+    """Find the tenant that a request names."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self.tenants = tenants
+        self.versions: dict[str, Version] = {}
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
+        """Find a tenant; vLLM gives it a number. An unknown name is vLLM's 404, a ``ValueError`` its 400."""
+        found = self.tenants.find(base_model_name, lora_name)
+        if found is None:
+            return None
+        name, version = found
+        self.versions[name] = version
+        return LoRARequest(lora_name=name, lora_int_id=1, lora_path=str(version.folder))
+
+
+class CurrentRequests(dict[str, Any]):
+    """The requests for adapters by the name that users give; one whose tenant has changed counts as unknown."""
+
+    def __init__(self, requests: dict[str, Any], versions: Mapping[str, Version]) -> None:
+        super().__init__(requests)
+        self.versions = versions
+
+    def __contains__(self, name: object) -> bool:
+        if not super().__contains__(name):
+            return False
+        version = self.versions.get(self[name].lora_name)  # type: ignore[index]
+        return version is None or version.is_current()
+
+
 def _serve_tenants(folder: Path, cache: Path) -> None:
     """Let vLLM's server find tenants, and read one again whose folder has changed since."""
-    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-    from vllm.lora.request import LoRARequest
-    from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
-
-    tenants, versions = Tenants(folder, cache), dict[str, Version]()
-
-    class TenantResolver(LoRAResolver):
-        async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
-            """Find a tenant; vLLM gives it a number. An unknown name is vLLM's 404, a ``ValueError`` its 400."""
-            found = tenants.find(base_model_name, lora_name)
-            if found is None:
-                return None
-            name, version = found
-            versions[name] = version
-            return LoRARequest(lora_name=name, lora_int_id=1, lora_path=str(version.folder))
-
-    class CurrentRequests(dict[str, Any]):
-        """The requests for adapters by the name that users give; one whose tenant has changed counts as unknown."""
-
-        def __contains__(self, name: object) -> bool:
-            if not super().__contains__(name):
-                return False
-            version = versions.get(self[name].lora_name)  # type: ignore[index]
-            return version is None or version.is_current()
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels  # workers serve nothing
 
     if TenantResolver.__name__ in LoRAResolverRegistry.get_supported_resolvers():
         return
-    LoRAResolverRegistry.register_resolver(TenantResolver.__name__, TenantResolver())
+    resolver = TenantResolver(Tenants(folder, cache))
+    LoRAResolverRegistry.register_resolver(TenantResolver.__name__, resolver)
     begin = OpenAIServingModels.__init__
 
     def begin_with_current_requests(self: Any, *args: Any, **given: Any) -> None:
         begin(self, *args, **given)
-        self.lora_requests = CurrentRequests(self.lora_requests)
+        self.lora_requests = CurrentRequests(self.lora_requests, resolver.versions)
 
     OpenAIServingModels.__init__ = begin_with_current_requests
 
@@ -256,69 +268,61 @@ def _note_batches(punica: Any) -> None:
     punica.batch_of_tenants = _Batch(torch.empty(0), 1, is_empty=True)
 
 
-@cache
-def _core_with_slots() -> Any:
-    from vllm.config import get_current_vllm_config_or_none
-    from vllm.lora.layers import ReplicatedLinearWithLoRA
-    from vllm.platforms import current_platform
+class CoreWithSlots(ReplicatedLinearWithLoRA):
+    """A core layer with a core for each slot, after a core of zeros: rows without a tenant have the slot -1."""
 
-    class CoreWithSlots(ReplicatedLinearWithLoRA):
-        """A core layer with a core for each slot, after a core of zeros: rows without a tenant have the slot -1."""
+    def create_lora_weights(self, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
+        shape = (max_loras + 1, self.input_size, self.output_size)
+        self.cores = torch.zeros(shape, dtype=lora_config.lora_dtype, device=self.device)
+        self.lora_a_stacked = self.lora_b_stacked = (self.cores.unsqueeze(1),)  # vLLM reads their shapes
+        self.batch: _Batch | None = None
+        self.cores_of_batch = self.cores[:0]
+        self.P: Tensor | None = None
 
-        def create_lora_weights(self, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
-            shape = (max_loras + 1, self.input_size, self.output_size)
-            self.cores = torch.zeros(shape, dtype=lora_config.lora_dtype, device=self.device)
-            self.lora_a_stacked = self.lora_b_stacked = (self.cores.unsqueeze(1),)  # vLLM reads their shapes
-            self.batch: _Batch | None = None
-            self.cores_of_batch = self.cores[:0]
-            self.P: Tensor | None = None
+    def set_mapping(self, punica_wrapper: Any) -> None:
+        super().set_mapping(punica_wrapper)
+        if not hasattr(punica_wrapper, "batch_of_tenants"):
+            _note_batches(punica_wrapper)
 
-        def set_mapping(self, punica_wrapper: Any) -> None:
-            super().set_mapping(punica_wrapper)
-            if not hasattr(punica_wrapper, "batch_of_tenants"):
-                _note_batches(punica_wrapper)
+    def reset_lora(self, index: int) -> None:
+        self.cores[index + 1].zero_()
+        self.batch = None
 
-        def reset_lora(self, index: int) -> None:
-            self.cores[index + 1].zero_()
-            self.batch = None
+    def set_lora(self, index: int, lora_a: Tensor, lora_b: Tensor) -> None:
+        core = lora_b @ lora_a if lora_a.numel() else lora_b
+        r_out, r_in = core.shape
+        if core.shape != self.cores.shape[:0:-1]:
+            self.reset_lora(index)
+        self.cores[index + 1, :r_in, :r_out] = core.mT
+        self.batch = None
 
-        def set_lora(self, index: int, lora_a: Tensor, lora_b: Tensor) -> None:
-            core = lora_b @ lora_a if lora_a.numel() else lora_b
-            r_out, r_in = core.shape
-            if core.shape != self.cores.shape[:0:-1]:
-                self.reset_lora(index)
-            self.cores[index + 1, :r_in, :r_out] = core.mT
-            self.batch = None
+    def forward(self, y: Tensor, z: Tensor, P: Any) -> Tensor:
+        """Add P times the product to y, in place."""
+        batch = self.punica_wrapper.batch_of_tenants
+        if batch.is_empty:
+            return y
+        if self.P is None:  # its rows, exact: vLLM may hold P packed
+            self.P = P(torch.eye(self.output_size, dtype=z.dtype, device=z.device))
+        return y.flatten(0, -2).addmm_(self.product(z, batch), self.P).view(y.shape)
 
-        def forward(self, y: Tensor, z: Tensor, P: Any) -> Tensor:
-            """Add P times the product to y, in place."""
-            batch = self.punica_wrapper.batch_of_tenants
-            if batch.is_empty:
-                return y
-            if self.P is None:  # its rows, exact: vLLM may hold P packed
-                self.P = P(torch.eye(self.output_size, dtype=z.dtype, device=z.device))
-            return y.flatten(0, -2).addmm_(self.product(z, batch), self.P).view(y.shape)
+    def product(self, z: Tensor, batch: _Batch) -> Tensor:
+        """Multiply each row by its tenant's core; a small batch like the one before has its cores at hand."""
+        if self.batch is batch:
+            cores = self.cores_of_batch
+        else:
+            cores = self.cores.index_select(0, batch.cores)
+            if len(cores) <= _LARGEST_KEPT:
+                self.batch, self.cores_of_batch = batch, cores
+        rows = z.reshape(-1, batch.rows_each, self.input_size)
+        return torch.bmm(rows.to(cores.dtype), cores).flatten(0, 1).to(z.dtype)
 
-        def product(self, z: Tensor, batch: _Batch) -> Tensor:
-            """Multiply each row by its tenant's core; a small batch like the one before has its cores at hand."""
-            if self.batch is batch:
-                cores = self.cores_of_batch
-            else:
-                cores = self.cores.index_select(0, batch.cores)
-                if len(cores) <= _LARGEST_KEPT:
-                    self.batch, self.cores_of_batch = batch, cores
-            rows = z.reshape(-1, batch.rows_each, self.input_size)
-            return torch.bmm(rows.to(cores.dtype), cores).flatten(0, 1).to(z.dtype)
-
-        @classmethod
-        def can_replace_layer(cls, source_layer: Any, **given: Any) -> bool:
-            building = get_current_vllm_config_or_none()
-            if building is None or not building.model_config.enforce_eager or not current_platform.is_cpu():
-                return False
-            is_core = getattr(source_layer, "prefix", "").endswith(f".{CORE}")
-            return is_core and super().can_replace_layer(source_layer=source_layer, **given)
-
-    return CoreWithSlots
+    @classmethod
+    def can_replace_layer(cls, source_layer: Any, **given: Any) -> bool:
+        building = get_current_vllm_config_or_none()
+        if building is None or not building.model_config.enforce_eager or not current_platform.is_cpu():
+            return False
+        is_core = getattr(source_layer, "prefix", "").endswith(f".{CORE}")
+        return is_core and super().can_replace_layer(source_layer=source_layer, **given)
 
 
 # -------------------------------------------------------------------------------------------- tenants from memory
@@ -344,9 +348,10 @@ class TenantWorker:
         Raises:
             ValueError: The cores belong to another basis than the model's.
         """
-        from vllm.lora.lora_model import LoRAModel
-        from vllm.lora.lora_weights import LoRALayerWeights
-        from vllm.lora.utils import parse_fine_tuned_lora_name
+        from vllm.lora import (  # they import the loaders of models, which a server does not need
+            lora_model,
+            lora_weights,
+        )
 
         loras = self.model_runner.lora_manager
         manager = loras._adapter_manager
@@ -355,12 +360,12 @@ class TenantWorker:
         renamed = mapper and mapper.get_rename_mapper()
         layers = {}
         for key, core in load(weights).items():
-            name, is_a = parse_fine_tuned_lora_name(key, renamed)
+            name, is_a = utils.parse_fine_tuned_lora_name(key, renamed)
             if not is_a:
                 B = core.to(loras.lora_config.lora_dtype)
                 A = torch.eye(0 if hasattr(manager.modules[name], "cores") else B.shape[1], dtype=B.dtype)
-                layers[name] = LoRALayerWeights(name, B.shape[1], B.shape[1], A, B)
-        tenant = LoRAModel(number, max(layer.rank for layer in layers.values()), layers)
+                layers[name] = lora_weights.LoRALayerWeights(name, B.shape[1], B.shape[1], A, B)
+        tenant = lora_model.LoRAModel(number, max(layer.rank for layer in layers.values()), layers)
         manager.remove_adapter(number)
         if len(manager) + 1 > manager.capacity:
             manager.remove_oldest_adapter()

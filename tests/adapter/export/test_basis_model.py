@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-import frozencore_vllm
+from fake_vllm import frozencore_vllm
 from families import make
 from fixtures import ROOT, few
 from frozencore import export_basis_model, export_tenant, save_basis, tenant_weights

@@ -8,21 +8,20 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import frozencore_vllm
+from fake_vllm import MODULES, REGISTRY, Registry, ServingModels, frozencore_vllm
 from frozencore import export_basis_model, export_tenant, save_basis
 from frozencore.adapter.folders import read_adapter
-from frozencore_vllm import Tenants
 from tiny import adapted, tiny_qwen2, train_at_random
 
+Tenants = frozencore_vllm.Tenants
 WEIGHTS = "adapter_model.safetensors"
 
 
@@ -148,66 +147,15 @@ def test_the_cache_drops_the_tenants_that_nobody_asked_for_of_late(
     assert not list(tenants.cache.glob(".*"))
 
 
-class Registry:
-    """vLLM's ``LoRAResolverRegistry``."""
-
-    def __init__(self) -> None:
-        self.resolvers: dict[str, Any] = {}
-
-    def get_supported_resolvers(self) -> Any:
-        return self.resolvers.keys()
-
-    def register_resolver(self, resolver_name: str, resolver: Any) -> None:
-        self.resolvers[resolver_name] = resolver
-
-
-class ServingModels:
-    """What of vLLM's ``OpenAIServingModels`` (0.32) asks resolvers."""
-
-    def __init__(self, model: str, registry: Registry) -> None:
-        self.lora_requests: dict[str, Any] = {}
-        self.model, self.registry, self.number = model, registry, 0
-
-    async def resolve_lora(self, lora_name: str) -> Any:
-        if lora_name in self.lora_requests:
-            return self.lora_requests[lora_name]
-        self.number += 1
-        for resolver in self.registry.resolvers.values():
-            request = await resolver.resolve_lora(self.model, lora_name)
-            if request is not None:
-                request.lora_int_id = self.number
-                self.lora_requests[lora_name] = request
-                return request
-        return "404"
-
-
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
-    """Modules of vLLM with the names and signatures that the plug-in uses."""
-
-    class ReplicatedLinearWithLoRA:
-        pass
-
-    registry = Registry()
-    contents = {
-        "vllm": {}, "vllm.lora": {}, "vllm.lora.utils": {"_all_lora_classes": ()}, "vllm.entrypoints": {},
-        "vllm.entrypoints.openai": {}, "vllm.entrypoints.openai.models": {},
-        "vllm.entrypoints.openai.models.serving": {"OpenAIServingModels": ServingModels},
-        "vllm.lora.request": {"LoRARequest": SimpleNamespace},
-        "vllm.lora.resolver": {"LoRAResolver": object, "LoRAResolverRegistry": registry},
-        "vllm.lora.layers": {"ReplicatedLinearWithLoRA": ReplicatedLinearWithLoRA},
-        "vllm.config": {"get_current_vllm_config_or_none": lambda: None}, "vllm.platforms": {"current_platform": None},
-    }  # fmt: skip
-    for name, content in contents.items():
-        module = ModuleType(name)
-        vars(module).update(content)
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    """vLLM as it is before the plug-in is registered."""
+    for name, module in MODULES.items():
         monkeypatch.setitem(sys.modules, name, module)
-        parent, _, last = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], last, module)
+    monkeypatch.setattr(MODULES["vllm.lora.utils"], "_all_lora_classes", ())
     monkeypatch.setattr(ServingModels, "__init__", ServingModels.__init__)
-    yield registry
-    frozencore_vllm._core_with_slots.cache_clear()
+    monkeypatch.setattr(REGISTRY, "resolvers", {})
+    return REGISTRY
 
 
 def test_a_request_gets_the_tenant_as_it_is_now_and_an_error_of_its_own(
