@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM
 
 from contestants import ATTENTION
 from frozencore import Basis, Core, FrozenCoreConfig, load_basis, save_basis
-from frozencore.adapter.export.onnx import build_base, export_onnx, output_of, write_onnx_adapter
+from frozencore.adapter.export.onnx import build_base, export_onnx
+from frozencore.adapter.export.onnx_graph import output_of, write_onnx_adapter
 from frozencore.tune.locate import smollm2_path
 from frozencore.tune.pocket import pocket_model_path
 from harness import parser_of, ratios, table, take_turns, with_quartiles, write_found

@@ -203,11 +203,13 @@ def test_a_core_on_another_basis_is_refused_before_the_run(case: Case, tmp_path:
 def test_a_thousand_adapters_opened_evicted_and_asked_in_any_order_answer_as_their_own_core(
     case: Case, tmp_path: Path
 ) -> None:
+    from frozencore.adapter.export.onnx_graph import write_onnx_adapter
+
     drawn, basis = random.Random(0), load_basis(case.folder / "basis")
     size = sum(r * r for r in basis.ranks.values())
     for i in range(1000):
         values = 0.3 * torch.randn(size, generator=torch.Generator().manual_seed(i))
-        exporting.write_onnx_adapter(Core(basis.id, values), tmp_path / f"{i}.onnx_adapter")
+        write_onnx_adapter(Core(basis.id, values), tmp_path / f"{i}.onnx_adapter")
     opened: dict[int, Any] = {}
     for i in [*range(1000), *(drawn.randrange(1000) for _ in range(1000))]:
         if i not in opened:
