@@ -4,8 +4,9 @@
 
 Five models take turns at one prompt and greedy tokens in onnxruntime-genai, on one thread: the base model as its
 builder writes it and with q, k and v as three layers, the model with a basis without a core and with one, and the base
-model with a LoRA of the same rank, whose A and B are inputs of the graph as a core is. Only the first joins q, k and v. Times are processor seconds, divided by the base model's of the same
-round; ``int4`` models have base weights of 4 bits. ``open_ms``: what ``LoraAdapter.Load`` takes for a file.
+model with a LoRA of the same rank, whose A and B are inputs of the graph as a core is. Only the first joins q, k and v.
+Times are processor seconds, divided by the base model's of the same round; ``int4`` models have base weights of 4 bits.
+``open_ms``: what ``LoraAdapter.Load`` takes for a file.
 """
 
 from __future__ import annotations
