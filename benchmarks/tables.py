@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import bank_bits
 import calibration
 import devices
 import figures
@@ -134,6 +135,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "compress-kept": (tenant_tables.kept_table, "compress-quality.jsonl"),
     },
     "docs/cost.md": {
+        "bank-bits": (bank_bits.table_of, "bank_bits.json"),
         "calibration": (calibration.table_of, "calibration.json"),
         "devices": (devices.table_of, "devices.json"),
         "many-tenants": (many_tenants.table_of, "many_tenants.jsonl"),
