@@ -28,7 +28,6 @@ from transformers import AutoModelForCausalLM
 from contestants import ATTENTION
 from frozencore import Basis, Core, FrozenCoreConfig, load_basis, save_basis
 from frozencore.adapter.export.onnx import build_base, export_onnx
-from frozencore.adapter.export.onnx_graph import output_of, write_onnx_adapter
 from frozencore.tune.locate import smollm2_path
 from frozencore.tune.pocket import pocket_model_path
 from harness import parser_of, ratios, table, take_turns, with_quartiles, write_found
@@ -49,6 +48,8 @@ def add_lora(path: Path, basis: Basis) -> dict[str, torch.Tensor]:
     """Put A and B of a LoRA of the basis' ranks into a graph as inputs; return random ones by their names."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
+
+    from frozencore.adapter.export.onnx_graph import output_of
 
     model = onnx.load(path, load_external_data=False)
     graph, factors = model.graph, {}
@@ -116,6 +117,8 @@ def contestants(
 ) -> dict[str, Callable[[], Any]]:
     """The five models of a precision, each ready to answer; their files stay in the folder."""
     import onnxruntime_genai
+
+    from frozencore.adapter.export.onnx_graph import write_onnx_adapter
 
     precision = "fp32" if bits is None else f"int{bits}"
     for name, fused in (
