@@ -147,7 +147,7 @@ def joined(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def test_rows_that_were_joined_without_saying_where_they_begin_need_token_sum() -> None:
     loader = DataLoader(ROWS, batch_size=4, collate_fn=joined)
     for data, options in ((loader, {}), (ROWS, {"collator": joined, "batch_size": 8})):
-        with pytest.raises(DataError, match="[48] rows came as one.*token_sum"):
+        with pytest.raises(DataError, match="[48] rows were joined to one.*token_sum"):
             calibrated(data, **options)
         calibrated(data, **options, options=CalibrationOptions(weighting="token_sum"))
     calibrated(DataLoader(ROWS, batch_size=1, collate_fn=joined))

@@ -1,8 +1,8 @@
-"""Banks: thousands of cores on one adapter's basis, of which each row of a batch uses its own.
+"""Banks: thousands of cores on one adapter's basis; each row of a batch uses one of them.
 
 The cores of a slot are contiguous (Σr² values), so that one copy adds a tenant. The cores of a batch's rows are
-gathered once, when the batch begins. Batches of all sizes use the memory of the largest one so far. Until a larger one
-comes the rows' cores stay at their addresses, so CUDA graphs stay valid.
+gathered once, when the batch begins. Batches of all sizes use the memory of the largest one so far. The rows' cores
+keep their addresses until a larger batch runs, so CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from frozencore.quiet import with_attributes
 
 
 class CoreStack:
-    """Slots of cores on the basis of one loaded adapter, whose own core is not used.
+    """Slots of cores on the basis of one loaded adapter. The core of that adapter is not used.
 
     Attributes:
         basis_id: The id of the basis.
@@ -127,16 +127,16 @@ class CoreBank(CoreStack):
     A running batch keeps the cores that it started with, even if they are replaced or evicted. ``put``, ``evict`` and
     look-ups may be called from any thread. Only one thread at a time runs a mixed batch on a model, from whichever bank
     or ``adapter_names``; the others wait. A plain pass in another thread is refused meanwhile: run it in
-    ``rows([None, ...])``, which waits. A batch inside another one has its own rows; the outer one then goes on with its
-    own.
+    ``rows([None, ...])``, which waits. A batch inside another one has other rows; the outer batch then goes on with its
+    rows.
 
     Args:
-        model: A model with a frozen-core adapter. Its P, Q and scale serve every core; rows of the bank do not use its
-            own core.
+        model: A model with a frozen-core adapter. Its P, Q and scale serve every core; its core is not used by rows
+            of the bank.
         capacity: The largest number of cores, ``4·Σr²`` bytes each.
         adapter_name: The adapter with the basis.
-        dtype: The dtype in which cores are kept; they multiply in float32.
-        bits: 8, 4 or 2 keep codes of so many bits in place of ``dtype``, and only a batch's rows become float32.
+        dtype: The dtype in which cores are stored; they multiply in float32.
+        bits: 8, 4 or 2 store codes of so many bits in place of ``dtype``, and only a batch's rows become float32.
 
     Raises:
         ConfigError: The model has no such adapter, the adapter is merged, or the dtype or bits are not allowed.
@@ -205,7 +205,7 @@ class CoreBank(CoreStack):
         core = read_core(source, self.basis_id)
         core.require_size(sum(r * r for r in self.ranks.values()))
         if not all_finite(core.values.to(self.dtype)):
-            raise ArtifactError(f"The core {name!r:.60} has values that {self.dtype} does not hold.")
+            raise ArtifactError(f"The core {name!r:.60} has values beyond the range of {self.dtype}.")
         with self._names_lock:
             slot = self._slot_of.get(name)
             if slot is None:

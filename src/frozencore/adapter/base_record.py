@@ -49,9 +49,9 @@ def samples_of(model: nn.Module, layers: Iterable[str]) -> dict[str, Tensor | No
 
 def record_base(samples: Mapping[str, Tensor | None]) -> dict[str, str] | None:
     """Make the record of a base model from the samples by layer name; None if a layer has no sample."""
-    found = [samples[name] for name in sorted(samples)]
-    plain = [sample for sample in found if sample is not None]
-    if not plain or len(plain) < len(found):
+    every = [samples[name] for name in sorted(samples)]
+    plain = [sample for sample in every if sample is not None]
+    if not plain or len(plain) < len(every):
         return None
     together = len({sample.device for sample in plain}) == 1  # then one copy serves all
     values = torch.cat(plain if together else [sample.cpu() for sample in plain]).float().cpu().numpy()
@@ -65,8 +65,8 @@ def _encoded(values: Any) -> str:
 
 def differing_layer(recorded: Mapping[str, Any], samples: Mapping[str, Tensor | None]) -> str | None:
     """The first layer whose weight differs from the record; None if all agree or cannot be compared."""
-    found = _first_difference(recorded, record_base(samples))
-    return None if found is None else sorted(samples)[found // NUM_SAMPLES]
+    position = _first_difference(recorded, record_base(samples))
+    return None if position is None else sorted(samples)[position // NUM_SAMPLES]
 
 
 def split_record(recorded: Mapping[str, Any], layers: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -67,7 +67,7 @@ def set_basis(
 
     Args:
         basis: A basis of :func:`get_basis` or :func:`frozencore.load_basis`, or the layers that ``build_bases``
-            returns. The latter do not say which base model they are of.
+            returns, which have no record of their base model.
         reset: Allow a new basis under a core that has been trained (the core is lost).
 
     Raises:
@@ -164,13 +164,13 @@ def live_basis(
 
 def basis_id_of(config: FrozenCoreConfig, layers: Layers, adapter_name: str) -> str:
     """The id of the basis that an adapter was given, or that its P and Q make."""
-    found = current_basis_id(layers, adapter_name)
-    if found is None:
+    known = current_basis_id(layers, adapter_name)
+    if known is None:
         basis = live_basis(config, layers, adapter_name)
         for name, layer in layers.items():
             layer.attach_basis_id(adapter_name, basis.id, basis.digests[name])
         return basis.id
-    return found
+    return known
 
 
 def basis_id(model: nn.Module, adapter_name: str | None = None) -> str:

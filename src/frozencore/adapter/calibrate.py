@@ -58,7 +58,7 @@ def calibrate(
         num_examples: Stop after this number of examples, also of packed rows; required for endless data and streams.
         options: Options of the pass, see :class:`frozencore.calibration.calibration_options.CalibrationOptions`.
         moments: Moments collected before, by layer name, in place of those of ``data``.
-        loss_fn: ``loss_fn(model, batch) -> loss`` instead of the model's own loss: one number, the mean over the
+        loss_fn: ``loss_fn(model, batch) -> loss`` instead of the model's loss: one number, the mean over the
             batch's examples, weighed by their number (the length of the batch's first tensor, or the examples packed in
             it). A batch is then any dictionary, list or tuple with tensors in it.
         reset: Allow a new basis under a core that has been trained (the core is lost).
@@ -66,12 +66,12 @@ def calibrate(
             (:mod:`frozencore.adapter.learning_rate`).
         progress: True shows a bar, False nothing; a function is called with ``(stage, done, total, note="")``.
 
-    In a decoder-only language model with its own loss every token counts that is not padding. In all other models, and
-    with a ``loss_fn``, the rows of a layer's input count whose output has a gradient: padding has none, nor have tokens
+    In a decoder-only language model every token counts that is not padding. In all other models, and with a
+    ``loss_fn``, the rows of a layer's input count whose output has a gradient: padding has none, nor have tokens
     that the loss does not reach. So every pass goes back too, and needs labels.
 
-    In a process group (``torchrun``, ``accelerate launch``) every rank calls this with its own share of the examples,
-    before the model is wrapped; all ranks then hold the same bases.
+    In a process group (``torchrun``, ``accelerate launch``) every rank calls this with its share of the examples,
+    before the model is wrapped; all ranks then have the same bases.
 
     Returns:
         The result in each layer. The model's weights, modes, hooks, gradients and RNG are as before.
@@ -106,25 +106,25 @@ def calibrate(
         )
         for name, layer in layers.items()
     }
-    with only_adapter(model, None), _reporting(progress) as tell:
-        bases, found = calibrate_layers(
+    with only_adapter(model, None), _reporting(progress) as report:
+        bases, calibration = calibrate_layers(
             model, targets, config.constructor, batches=batches, moments=moments, options=options, loss_fn=loss_fn,
-            progress=tell,
+            progress=report,
         )  # fmt: skip
     require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
     rate = None
     has_labels = loss_fn is not None or all(batch.get("labels") is not None for batch in batches)
     if learning_rate and batches and has_labels:  # constructors that read no errors need no labels
-        # a layer may pass no gradient, which this basis did not need, and training will say
-        with suppress(ModelError), _reporting(progress) as tell:
+        # a layer may pass no gradient: this basis needed none, and training will refuse it
+        with suppress(ModelError), _reporting(progress) as report:
             rate = proposed_learning_rate(
-                model, layers, adapter_name, batches, bases=bases, loss_fn=loss_fn, progress=tell
+                model, layers, adapter_name, batches, bases=bases, loss_fn=loss_fn, progress=report
             )
     put_layers(adapter_name, config, layers, bases)  # last: what ends the work before it changes nothing
-    config.calibration_tokens = max(layer.num_tokens for layer in found.layers.values()) or None
+    config.calibration_tokens = max(layer.num_tokens for layer in calibration.layers.values()) or None
     config.learning_rate = rate
     _warn_of_weak_layers(bases, layers)
-    return replace(found, learning_rate=rate)
+    return replace(calibration, learning_rate=rate)
 
 
 def _end_ids(model: Any) -> set[int]:

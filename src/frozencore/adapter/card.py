@@ -155,5 +155,5 @@ def _is_hub_id(name: str | None) -> bool:
 
 
 def _code(text: object) -> str:
-    """Put a text on one line between backticks, without its own backticks."""
+    """Put a text on one line between backticks, without the backticks in it."""
     return f"`{one_line(text).replace('`', chr(39))}`"

@@ -1,4 +1,4 @@
-"""LoRAs, and frozen cores on bases of their own, as one basis and a core for each (:mod:`frozencore.maths.compress`).
+"""LoRAs, and frozen cores on different bases, as one basis and a core for each (:mod:`frozencore.maths.compress`).
 
     out/basis            P and Q of every layer that an adapter has
     out/NAME/adapter     the core of each adapter, on that basis
@@ -73,8 +73,9 @@ class Sizes:
         basis, tenant: The basis, and one core on average.
         kept: The share of its update that an adapter keeps, on average.
         kept_alone: The same if each adapter is cut alone, to the same number of values in all.
-        pays_from: The number of adapters, of which as much is kept as of these, from which the basis and the cores are
-            smaller than the adapters and keep at least as much as each cut alone; None if that is true of no number.
+        pays_from: The least number of adapters from which one basis pays: it and the cores are then smaller than the
+            adapters, and keep at least as much as each adapter cut alone. More adapters are taken to keep the same
+            share. None if no number pays.
     """
 
     before: int

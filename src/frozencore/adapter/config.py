@@ -48,7 +48,7 @@ INSTEAD_OF_LORA: Mapping[str, str] = {
     "bias": "only cores are trained: leave it out, or name modules in modules_to_save",
     "lora_bias": "a core has no bias: leave it out",
     "fan_in_fan_out": "a layer says itself how its weight lies: leave it out",
-    "eva_config": "constructor='eva' and its options are fields of their own: give these instead",
+    "eva_config": "constructor='eva' and its options are fields of FrozenCoreConfig: give these instead",
     "corda_config": "constructor='fcca' reads inputs and output errors: give constructor and its options instead",
     "loftq_config": "bases are computed of the weights as they are: quantise the model when it is loaded",
 }
@@ -63,7 +63,7 @@ USUAL_NAMES: Mapping[str, str] = {
 
 
 class ForeignNameError(ConfigError, TypeError):
-    """An unknown keyword argument of a configuration. Python's own error is a ``TypeError``, which PEFT catches."""
+    """An unknown keyword argument of a configuration. Python raises a ``TypeError`` for it, which PEFT catches."""
 
 
 def refuse_foreign_names(given: Iterable[str], known: Collection[str]) -> None:
@@ -83,7 +83,7 @@ FILLED_IN = ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern
 
 
 class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str(), which StrEnum changes
-    """The name of the method for PEFT. PEFT's own enum cannot be extended, but accepts a str enum as a member."""
+    """The name of the method for PEFT. PEFT's enum cannot be extended, but accepts a str enum as a member."""
 
     FROZENCORE = PEFT_TYPE
 
@@ -118,7 +118,7 @@ class FrozenCoreConfig(
         calibration_tokens: Written by ``calibrate``: the number of tokens that the bases were computed from.
         learning_rate: Written by ``calibrate``: the peak learning rate that it proposes, also for other cores on the
             saved basis.
-        load_bases: Written by ``save_pretrained``: the tensors come from a file, so that P and Q are not built.
+        load_bases: Written by ``save_pretrained``: P and Q are loaded from a file, and not built.
         basis: A saved basis to use: the folder of :func:`frozencore.save_basis`, or a hub id (with
             ``basis_revision``). It determines rank, targets, scale and constructor, and the adapter is saved as a core.
         basis_id: Written by ``save_pretrained``: the id of the basis that the core belongs to.
@@ -175,10 +175,10 @@ class FrozenCoreConfig(
         header = read_header(place, self.basis_revision)
         defaults = {each.name: each.default for each in fields(self)}
         for name, value in header["options"].items():
-            own = getattr(self, name)
-            if own != {} and own != defaults[name] and _plain(own) != value:
+            given = getattr(self, name)
+            if given != {} and given != defaults[name] and _plain(given) != value:
                 raise ConfigError(
-                    f"The basis in {place} has {name}={value!r:.100}, but {_plain(own)!r:.100} was given. "
+                    f"The basis in {place} has {name}={value!r:.100}, but {_plain(given)!r:.100} was given. "
                     f"Leave {name} out."
                 )
             setattr(self, name, value)
@@ -205,7 +205,7 @@ class FrozenCoreConfig(
 
     @property
     def needs_calibration(self) -> bool:
-        """Return whether P and Q come from data, so that ``frozencore.calibrate`` must run before training."""
+        """Return whether P and Q are made from data, so that ``frozencore.calibrate`` must run before training."""
         return self.basis is None and bool(self.needs)
 
     @property
@@ -325,10 +325,10 @@ class FrozenCoreConfig(
 
 def _options_of_basis() -> frozenset[str]:
     """The fields that a saved basis records: how P and Q were made, and their layers."""
-    own = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "constructor", "alpha",
-           "rank_pattern", "alpha_pattern", "calibration_tokens", "learning_rate", "constructor_options")  # fmt: skip
+    other = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "constructor", "alpha",
+             "rank_pattern", "alpha_pattern", "calibration_tokens", "learning_rate", "constructor_options")  # fmt: skip
     built_in = (name for row in (FCCAOptions, FiLoRAOptions, EvaOptions) for name in options_of(row))
-    return frozenset({*own, *built_in})
+    return frozenset({*other, *built_in})
 
 
 def _plain(value: Any) -> Any:
@@ -337,7 +337,7 @@ def _plain(value: Any) -> Any:
 
 
 def register_constructor(name: str, row: Constructor[Any]) -> None:
-    """Add a basis constructor of your own to the table.
+    """Add a basis constructor to the table.
 
     Its options become flags of ``tune`` and keys of campaigns; in Python they are the ``constructor_options`` of
     :class:`FrozenCoreConfig`.
@@ -345,16 +345,16 @@ def register_constructor(name: str, row: Constructor[Any]) -> None:
     Raises:
         ConfigError: The name is taken, or one of its options has the name of another.
     """
-    held, known = {each.name for each in fields(FrozenCoreConfig)}, constructor_options()
-    new = {own: option for own, option in options_of(row.options).items() if own not in options_of(BasisOptions)}
+    config_fields, known = {each.name for each in fields(FrozenCoreConfig)}, constructor_options()
+    added = {key: option for key, option in options_of(row.options).items() if key not in options_of(BasisOptions)}
     taken = [
-        own
-        for own, option in new.items()
-        if (own in held or own in known) and (own not in known or known[own].meaning != option.meaning)
+        key
+        for key, option in added.items()
+        if (key in config_fields or key in known) and (key not in known or known[key].meaning != option.meaning)
     ]
     if name in CONSTRUCTORS or taken:
         raise ConfigError(
-            f"A constructor and its options have names of their own, but {(taken or [name])[0]!r} is taken. Rename it."
+            f"The names of a constructor and its options are new, but {(taken or [name])[0]!r} is taken. Rename it."
         )
     CONSTRUCTORS[name] = row
 

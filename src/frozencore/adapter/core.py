@@ -5,11 +5,11 @@
 and for values of 8, 4 or 2 bits (:mod:`frozencore.maths.quantise`), which are read as float32,
 
     frozencore_core_<basis id>          their codes, packed in bytes
-    frozencore_core_<basis id>.4-bit    the scale of each layer, float16; the name says the bits
+    frozencore_core_<basis id>.4-bit    the scale of each layer, float16; its name has the number of bits
     frozencore_core_<basis id>.ranks    r of each layer, int16
 
-One vector has one name, which for Qwen2.5-3B saves 17 KB of names and shapes beside 147 KB of values. Its name says
-which basis the core is of, so rounding, sums and averages of state dicts keep it, and another basis refuses it. Sums
+One vector has one name, which for Qwen2.5-3B saves 17 KB of names and shapes beside 147 KB of values. Its name has
+the id of the basis, so rounding, sums and averages of state dicts keep it, and another basis refuses it. Sums
 are exact: on one basis ``Σ wᵢ·P Rᵢ Qᵀ = P (Σ wᵢ Rᵢ) Qᵀ``.
 """
 
@@ -33,7 +33,7 @@ CORE = "frozencore_core_"
 
 @dataclass(frozen=True, eq=False)
 class PackedValues:
-    """Values of 8, 4 or 2 bits, as a file holds them.
+    """Values of 8, 4 or 2 bits, as a file stores them.
 
     Attributes:
         codes: Their codes, packed in bytes.
@@ -61,7 +61,7 @@ class Core:
     Attributes:
         basis_id: The id of the basis.
         values: Σr² floats, at least 32 bits wide.
-        packed: The same values in fewer bits, if a file holds them so.
+        packed: The same values in fewer bits, if a file stores them so.
     """
 
     basis_id: str
@@ -131,9 +131,9 @@ class Core:
         layers, codes, scales = self.by_layer(ranks), dict[str, Tensor](), dict[str, Tensor]()
         for rank in set(ranks.values()):
             alike = [name for name, r in ranks.items() if r == rank]
-            found = quantise(torch.stack([layers[name].flatten() for name in alike]), bits)
-            codes |= zip(alike, found[0], strict=True)
-            scales |= zip(alike, found[1], strict=True)
+            quantised = quantise(torch.stack([layers[name].flatten() for name in alike]), bits)
+            codes |= zip(alike, quantised[0], strict=True)
+            scales |= zip(alike, quantised[1], strict=True)
         packed = PackedValues(
             bits,
             pack(torch.cat([codes[name] for name in ranks]), bits).cpu(),

@@ -40,7 +40,7 @@ def plus_core(y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: nn.Linear | Tensor,
 
 
 def _times_cores(z: Tensor, R: Tensor) -> Tensor:
-    """``z Rᵀ`` with one core, or with each row's own: z (..., r) with the tokens of a row contiguous."""
+    """``z Rᵀ`` with one core, or with a core for each row: z (..., r) with the tokens of a row contiguous."""
     if R.ndim == 2:
         return linear(z, R)
     rows, r, _ = R.shape
@@ -85,16 +85,16 @@ class PerRowCores:
         """Refuse a pass of another thread, which is not of this batch; autograd's threads compute its blocks again."""
         if self.thread != threading.get_ident() and torch._C._current_graph_task_id() == -1:
             raise ConfigError(
-                f"Rows with cores of their own are those of one thread's batch, but another thread called layer "
+                f"A batch with a core for each row belongs to one thread, but another thread called layer "
                 f"{layer!r} meanwhile. Call the model in the thread that entered bank.rows(...); run a plain batch of "
                 "another thread in bank.rows([None, ...]), which waits."
             )
 
 
 def require_batch_axis(module: Any, name: str) -> None:
-    """Refuse rows with cores of their own where the first axis of a module's input is not known to be the batch."""
+    """Refuse a core for each row where the first axis of a module's input is not known to be the batch."""
     if not getattr(module, "has_batch_axis", None):
         raise ConfigError(
-            f"A row with a core of its own is an index of a layer's first axis, but that of {name!r} is not known to "
-            "be the batch (it may hold tokens, windows, or an expert's share). Run the rows of each adapter alone."
+            f"With a core for each row, a layer's first axis must be the batch, but that of {name!r} is not known to "
+            "be (it may be tokens, windows, or an expert's share). Run the rows of each adapter alone."
         )

@@ -51,7 +51,7 @@ class SavedAdapter:
     modules: Mapping[str, Tensor]
 
     def find_basis(self) -> Basis:
-        """The basis: of the file, beside it, or where the configuration says."""
+        """The basis: of the file, beside it, or where the configuration names it."""
         return self.basis or self.config.find_basis(str(self.folder))
 
     @property
@@ -81,7 +81,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Read the weights of an adapter of any PEFT method: safetensors, mapped, or another method's tensors in a pickle.
 
     Raises:
-        ArtifactError: The file is missing or damaged, holds more than tensors, or is a frozen core's pickle.
+        ArtifactError: The file is missing or damaged, has more than tensors, or is a frozen core's pickle.
     """
     file = weights_file(folder)
     try:

@@ -316,8 +316,8 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     def base_samples(self) -> Tensor | None:
         """Some values of the weight without merged adapters; for a shard, those read when the layer was wrapped."""
         weight = self._original_weight() if self.merged and self._is_as_merged() else self.stored_layer.weight
-        found = sample_weight(weight) if weight.numel() == self.out_features * self.in_features else None
-        return self._samples_at_first if found is None else found
+        samples = sample_weight(weight) if weight.numel() == self.out_features * self.in_features else None
+        return self._samples_at_first if samples is None else samples
 
     def dense_weight(self) -> Tensor:
         """W as m x n in floating point: dequantised if needed, Conv1D transposed. The stored weight is not changed."""
@@ -495,8 +495,8 @@ def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenC
 
 def current_basis_id(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> str | None:
     """The id of the basis that an adapter's P and Q are of; None if they have none, or were changed since."""
-    found = {layer.current_basis_id(adapter_name) for layer in layers.values()}
-    return found.pop() if len(found) == 1 else None
+    ids = {layer.current_basis_id(adapter_name) for layer in layers.values()}
+    return ids.pop() if len(ids) == 1 else None
 
 
 def base_samples_of(layers: Mapping[str, FrozenCoreLinear]) -> dict[str, Tensor | None]:

@@ -53,7 +53,7 @@ def proposed_learning_rate(
     examples cannot be taken apart give the mean gradients of several examples; E‖g‖² is then estimated from the
     variance between batches, and a single such batch proposes a rate that is too high.
 
-    Every process of a group calls this with its own batches, and all get the same rate. The model is as before
+    Every process of a group calls this with its batches, and all get the same rate. The model is as before
     afterwards. Each of :data:`NUM_EXAMPLES` examples takes a pass forward and back, and some passes forward.
 
     Args:
@@ -138,12 +138,12 @@ def _active_at_zero(
 
 
 def _on_basis(layer: FrozenCoreLinear, adapter_name: str, basis: LayerBasis) -> AbstractContextManager[None]:
-    """Compute on this basis inside; the adapter's own factors are not touched."""
+    """Compute on this basis inside; the adapter's factors are not touched."""
     P, Q = SharedFactors(), SharedFactors()
-    for new, its, X in ((P, layer.frozencore_P, basis.P), (Q, layer.frozencore_Q, basis.Q)):
-        for other in its:  # a loss may compute with another adapter too, as DPO's does
-            new[other] = its[other]
-        new[adapter_name] = X.to(its[adapter_name].device, its[adapter_name].dtype)
+    for new, factors, X in ((P, layer.frozencore_P, basis.P), (Q, layer.frozencore_Q, basis.Q)):
+        for other in factors:  # a loss may compute with another adapter too, as DPO's does
+            new[other] = factors[other]
+        new[adapter_name] = X.to(factors[adapter_name].device, factors[adapter_name].dtype)
     state = layer.frozencore_state | {adapter_name: BasisState.READY}
     return with_attributes(layer, frozencore_P=P, frozencore_Q=Q, frozencore_state=state)
 
@@ -182,7 +182,7 @@ def evenly_spaced(model: nn.Module, batches: Sequence[Batch], count: int, *, who
     """Examples as batches of one, evenly spaced; whole batches, of so many examples in all, where they stay together.
 
     Args:
-        whole: Keep every batch whole, because a loss of the user's own may compare its rows.
+        whole: Keep every batch whole, because a user's loss may compare its rows.
     """
     if whole or not all(map(can_split, batches)):
         wanted = math.ceil(count * len(batches) / max(1, sum(map(num_examples_of, batches))))

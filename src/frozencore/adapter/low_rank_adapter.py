@@ -233,14 +233,14 @@ def _split(
 
 def _rank_and_alpha(place: str, config: Mapping[str, Any], layer: str) -> tuple[Any, Any]:
     """The rank and alpha of a layer, as PEFT finds them: by the first key of a pattern that matches its name."""
-    found = []
+    values = []
     for option, name in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         pattern = config.get(name) or {}
         try:
-            found.append(pattern.get(get_pattern_key(list(pattern), layer), config.get(option, 8)))
+            values.append(pattern.get(get_pattern_key(list(pattern), layer), config.get(option, 8)))
         except (re.error, AttributeError, TypeError) as error:
             _refuse(place, [(f"has a malformed {name} ({one_line(error, 80)})", SAVE)])
-    return found[0], found[1]
+    return values[0], values[1]
 
 
 def without_wrappers(name: str) -> str:

@@ -163,13 +163,13 @@ class FrozenCoreModel(BaseTuner):
         self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLinear]
     ) -> str | None:
         """Another adapter with the bases of the new one: of the same configuration, shapes and named basis."""
-        for other, its in self.peft_config.items():
-            if other == adapter_name or its.constructor != config.constructor:
+        for other, other_config in self.peft_config.items():
+            if other == adapter_name or other_config.constructor != config.constructor:
                 continue
             theirs = frozen_core_layers(self.model, other)
-            if its.basis_options() != config.basis_options() or theirs.keys() != layers.keys():
+            if other_config.basis_options() != config.basis_options() or theirs.keys() != layers.keys():
                 continue
-            if config.basis is not None and basis_id_of(its, theirs, other) != config.basis_id:
+            if config.basis is not None and basis_id_of(other_config, theirs, other) != config.basis_id:
                 continue
             kinds = [
                 [
@@ -208,10 +208,10 @@ class FrozenCoreModel(BaseTuner):
         cls, model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor], **kwargs: Any
     ) -> dict[str, Tensor]:
         """Turn PEFT's state dict of an adapter into the tensors of a file."""
-        found: dict[str, Tensor] = super()._get_adapter_state_dict(
+        state: dict[str, Tensor] = super()._get_adapter_state_dict(
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict, **kwargs
         )
-        return tensors_to_save(found, model, config, adapter_name, state_dict)
+        return tensors_to_save(state, model, config, adapter_name, state_dict)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -303,7 +303,7 @@ class FrozenCoreModel(BaseTuner):
         self._untie_head()
 
     def _untie_head(self) -> None:
-        """Give an adapted output layer a weight of its own, so that merging does not change the input embedding."""
+        """Copy the weight of an adapted output layer, so that merging does not change the input embedding."""
         model: Any = self.model
         head, embedding = (getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("output", "input"))
         if not isinstance(head, FrozenCoreLinear):
@@ -344,13 +344,13 @@ class FrozenCoreModel(BaseTuner):
         return [name for name in names if f".{PREFIX}" in name]
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
-        """Cast R to float32, or to the base model's dtype if asked. PEFT's own cast would widen P and Q too."""
+        """Cast R to float32, or to the base model's dtype if asked. PEFT's cast would widen P and Q too."""
         for layer in frozen_core_layers(self, adapter_name).values():
             layer.set_core_dtype(adapter_name, widened=autocast_adapter_dtype)
 
 
 def register_with_peft() -> None:
-    """Add the method to PEFT's tables; ``register_peft_method`` accepts only names of PEFT's own enum."""
+    """Add the method to PEFT's tables; ``register_peft_method`` accepts only names of PEFT's enum."""
     kind: Any = FrozenCoreType.FROZENCORE
     PEFT_TYPE_TO_CONFIG_MAPPING[kind] = FrozenCoreConfig
     PEFT_TYPE_TO_TUNER_MAPPING[kind] = FrozenCoreModel

@@ -3,7 +3,7 @@
 A name is a layer's full name or its end, as in PEFT: ``q_proj``, ``layers.0.self_attn.q_proj``. A key of a pattern may
 also be written as in PEFT's documentation, ``^model\\.layers\\.0\\.q_proj$``. Any other text is a regular expression.
 
-What names and expressions match is decided by PEFT's own functions. Before PEFT adds the adapter, expressions are
+PEFT's functions decide what names and expressions match. Before PEFT adds the adapter, expressions are
 replaced by the names that they match, so that a saved adapter has names alone. Keys of a pattern that match one layer
 twice are replaced too, because their order decides and PEFT's file sorts them.
 """
@@ -180,11 +180,11 @@ def linear_names(model: nn.Module) -> list[str]:
 def is_plain_linear(layer: nn.Module) -> bool:
     """Return whether a layer gives one output for each input row; a router gives a tuple.
 
-    A subclass of ``nn.Linear`` with a forward of its own is tried on the meta device.
+    A subclass of ``nn.Linear`` with another ``forward`` is tried on the meta device.
     """
     if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward or layer.weight.ndim != 2:
         return True
-    if not type(layer).__module__.startswith("transformers.models."):  # quantised layers and the user's own
+    if not type(layer).__module__.startswith("transformers.models."):  # quantised layers, and those of the user's code
         return True
     try:
         y = copy.deepcopy(layer, {id(p): nn.Parameter(p.to("meta")) for p in layer.parameters()}).eval()(
@@ -270,14 +270,14 @@ def expand_patterns(config: Any, model: nn.Module) -> None:
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
     """Every module by name, without the modules inside adapted layers."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     inside: str | None = None
     for name, module in model.named_modules():
         if not name or (inside is not None and name.startswith(inside)):
             continue
         inside = f"{name}." if isinstance(module, BaseTunerLayer) else None
-        found[name] = module
-    return found
+        modules[name] = module
+    return modules
 
 
 def _is_among(name: str, ends: Collection[str]) -> bool:
@@ -297,14 +297,14 @@ def require_tokens(indices: Any, model: nn.Module) -> None:
     by_name = indices if isinstance(indices, dict) else {None: indices}
     for name, tokens in by_name.items():
         for module_name, module in model.named_modules():
-            found = isinstance(module, nn.Embedding) if name is None else _is_end_of(name, module_name)
+            is_named = isinstance(module, nn.Embedding) if name is None else _is_end_of(name, module_name)
             weight: Any = getattr(module, "weight", None)
-            if found and weight is not None and tokens and max(tokens) >= len(weight):
+            if is_named and weight is not None and tokens and max(tokens) >= len(weight):
                 raise ConfigError(
                     f"trainable_token_indices names token {max(tokens)}, but {module_name!r} has {len(weight)}. Name "
                     "tokens of this model."
                 )
-            if found and name is None:
+            if is_named and name is None:
                 break
 
 

@@ -1,7 +1,7 @@
 """Whether adapters are of one base model: by its name, by their layers, and by sampled weights where these are known.
 
 A LoRA records no weights, and one model has many names. So names must be equal, unless the base model is given or the
-caller says that all are of one; layers, shapes and known weights are compared always.
+caller passes ``same_base``; layers, shapes and known weights are always compared.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ def mismatched_adapters(
     known = dict(layers_of(base).shapes) if base is not None else dict[str, tuple[int, int]]()
     samples = samples_of(base, known) if base is not None else {}
     records: dict[str, Mapping[str, str]] = {}
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name, one in adapters.items():
         record = {} if one.base is None else split_record(one.base, one.shapes)
         if base is None and not same_base and (_with_revision(one) or usual) != usual:
-            found[name] = (
+            reasons[name] = (
                 f"names the base model {_with_revision(one)}, where most name {usual}. If both are one model, give "
                 "--same-base, or --model to compare layers"
             )
         elif reason := _other_layer(one.shapes, known) if base is not None else _mixed_layer(one.shapes, known):
-            found[name] = reason
+            reasons[name] = reason
         elif copied := next((layer for layer, X in one.copies.items() if not _is_weight(X, layer, base)), None):
             also = "is not the base model's" if base is not None else "only --model can compare"
-            found[name] = f"has a copy of the weight of {copied!r}, which {also}"
+            reasons[name] = f"has a copy of the weight of {copied!r}, which {also}"
         elif base is not None and one.base is not None:
             odd = differing_layer(one.base, {layer: samples[layer] for layer in one.shapes})
             if odd is not None:
-                found[name] = f"was made on another weight of layer {odd!r}"
+                reasons[name] = f"was made on another weight of layer {odd!r}"
         elif any(differs(record[layer], records[layer]) for layer in record.keys() & records.keys()):
-            found[name] = "was made on other weights than an earlier frozen core"
-        if name not in found and base is None:
+            reasons[name] = "was made on other weights than an earlier frozen core"
+        if name not in reasons and base is None:
             known, records = {**one.shapes, **known}, {**record, **records}
-    return found
+    return reasons
 
 
 def _with_revision(one: LowRankAdapter) -> str | None:
@@ -105,8 +105,8 @@ def _is_weight(copied: Tensor, layer: str, base: nn.Module | None) -> bool:
 
 def _stack(layer: str) -> str | None:
     """The module that numbers its layers, as ``model.layers``."""
-    found = re.match(r"(.+?)\.\d+\.", layer)
-    return found and found[1]
+    match = re.match(r"(.+?)\.\d+\.", layer)
+    return match and match[1]
 
 
 def record_of_base(

@@ -1,11 +1,11 @@
-"""Per-row cores: every row of a batch goes through a core of its own.
+"""Per-row cores: each row of a batch goes through one core.
 
     y += s·P(R[row] Qᵀx)
 
 Adapters on one basis differ only in r x r numbers a layer. In a mixed batch, by PEFT's ``adapter_names`` or from a
-:class:`frozencore.CoreBank`, each layer reads P and Q once and multiplies every row with its own core, also in
-training. Adapters on different bases compute their own rows. PEFT passes the names to the tuner but not to the model,
-so the layers hold the batch's cores while it runs.
+:class:`frozencore.CoreBank`, each layer reads P and Q once and multiplies every row with its core, also in
+training. Adapters on different bases compute their rows apart. PEFT passes the names to the tuner but not to the model,
+so each layer refers to the batch's cores while it runs.
 
 A row is an index of the first axis of a layer's input. A mixed batch is refused in layers whose first axis is not known
 to be the batch (:mod:`frozencore.calibration.axes`).
@@ -99,7 +99,7 @@ def _stacked(layer: FrozenCoreLinear, wanted: Sequence[str], names: Sequence[str
 
 
 def _apart(layer: FrozenCoreLinear, wanted: Sequence[str], names: Sequence[str]) -> PerRowCores:
-    """The rows of each adapter, on its own basis."""
+    """The rows of each adapter, on the basis of that adapter."""
     parts = []
     for wanted_name in wanted:
         if wanted_name in layer.frozencore_R:
@@ -182,7 +182,7 @@ def mixed_batch(
 ) -> Iterator[None]:
     """Use per-row cores in layers, in place of their active adapters, for every batch inside.
 
-    A batch inside another one has its own rows; the outer one then goes on with its own.
+    A batch inside another one has other rows; afterwards the outer batch goes on with its rows.
 
     Args:
         wrappers: Trained copies of modules, which compute row by row too.
@@ -207,8 +207,8 @@ def mixed_batch(
 @contextmanager
 def guard_recompute(model: nn.Module) -> Iterator[None]:
     """Let gradient checkpointing fail where it computes a block again with other adapters or rows than at first."""
-    found = (module for module in model.modules() if isinstance(module, FrozenCoreLinear))
-    if torch.compiler.is_compiling() or not model.training or (layer := next(found, None)) is None:
+    layers = (module for module in model.modules() if isinstance(module, FrozenCoreLinear))
+    if torch.compiler.is_compiling() or not model.training or (layer := next(layers, None)) is None:
         yield
         return
 
@@ -271,7 +271,7 @@ def _run_small(base: nn.Module, part: nn.Module, num_rows: int, args: Any, kwarg
         for module in adapted:
             alone = {"per_row": PerRowCores()} if isinstance(module, FrozenCoreLinear) else {"_disable_adapters": True}
             undo.enter_context(with_attributes(module, **alone))
-        found = find_batch_first(base, part, adapted, num_rows, args, kwargs)
-    for layer, is_first in (found or {}).items():
+        batch_first = find_batch_first(base, part, adapted, num_rows, args, kwargs)
+    for layer, is_first in (batch_first or {}).items():
         layer.has_batch_axis = is_first  # type: ignore[assignment]  # PEFT's wrappers have none
-    return found is not None
+    return batch_first is not None

@@ -53,8 +53,8 @@ class FrozenCoreQuantisedLinear(FrozenCoreLinear):
                 "Keep the adapter unmerged, or load the base model without quantisation."
             )
         warnings.warn(
-            f"Merging rounds the sum to the grid of {backend.backend_name} weights, which changes what the model "
-            "says. Measure the merged model, or keep the adapter unmerged.",
+            f"Merging rounds the sum to the grid of {backend.backend_name} weights, which changes the model's "
+            "outputs. Measure the merged model, or keep the adapter unmerged.",
             stacklevel=3,
         )
         owner = self._owner()
@@ -76,7 +76,7 @@ class FrozenCoreQuantisedLinear(FrozenCoreLinear):
             return have_same_bits(self.get_base_weight(), weight)
 
     def _owner(self) -> Any:
-        """The adapter layer that holds the plain layer: this one, or one nested in it."""
+        """The adapter layer around the plain layer: this one, or one nested in it."""
         layer: Any = self
         while isinstance(layer.base_layer, BaseTunerLayer):
             layer = layer.base_layer

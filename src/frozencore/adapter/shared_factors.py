@@ -1,6 +1,6 @@
 """P or Q of every adapter on one layer: one buffer for each basis, however many adapters use it.
 
-The buffer has the name of one adapter; the others refer to it. So a state dict holds each basis once, and libraries
+The buffer has the name of one adapter; the others refer to it. So a state dict has each basis once, and libraries
 that copy, save or load tensors never meet one tensor under two names. They are buffers and not frozen parameters,
 because trainers count, cast, shard and leave out parameters (ZeRO-3 saves without frozen ones). accelerate's FSDP2
 takes a module to the meta device and back, and expects that all of a state dict is sharded by then. It keeps buffers
@@ -45,7 +45,7 @@ class SharedFactors(nn.Module):
         return tensor
 
     def __setitem__(self, name: str, tensor: Tensor) -> None:
-        """Give an adapter a tensor of its own."""
+        """Give an adapter a tensor that it shares with no other."""
         if name in self._owners:
             del self[name]
         self.register_buffer(name, tensor, persistent=False)
@@ -94,7 +94,7 @@ class SharedFactors(nn.Module):
                 return
 
     def split_shared(self, loaded: list[str], cores: list[str]) -> None:
-        """Prepare to load tensors, each into a buffer of its own.
+        """Prepare to load tensors, each into a separate buffer.
 
         Args:
             loaded: The adapters whose tensors are in the state dict.

@@ -1,7 +1,7 @@
 """The tensors of an adapter between PEFT's state dict of a model and a file: a core, and P and Q if no folder has them.
 
     frozencore_core_<basis id>                      the core (:mod:`frozencore.adapter.core`)
-    base_model.model.<layer>.frozencore_P (and _Q)  the basis, unless it has a folder of its own
+    base_model.model.<layer>.frozencore_P (and _Q)  the basis, unless it is saved in a folder
 
 and what ``modules_to_save`` and ``trainable_token_indices`` name. The scales and the record of the base model are in
 the configuration. They are part of the basis id, so a core that is loaded without its configuration, as ``Trainer``
@@ -88,10 +88,10 @@ def tensors_to_save(
     layers = frozen_core_layers(model, adapter_name)
     mark = f".{PREFIX}R."
     cores = {key.partition(mark)[0].removeprefix(BASE): unsharded(R) for key, R in state.items() if mark in key}
-    found = {key: unsharded(value) for key, value in _trained_modules(model, adapter_name, state_dict).items()}
+    tensors = {key: unsharded(value) for key, value in _trained_modules(model, adapter_name, state_dict).items()}
     if any(X.is_meta for X in (*cores.values(), *(layer.frozencore_P[adapter_name] for layer in layers.values()))):
         values = torch.empty(sum(R.numel() for R in cores.values()), device="meta")  # names and shapes alone
-        return _TensorsToSave({f"{CORE}{config.basis_id}": values, **found})
+        return _TensorsToSave({f"{CORE}{config.basis_id}": values, **tensors})
     if config.basis is None or current_basis_id(layers, adapter_name) != config.basis_id:
         basis = live_basis(config, layers, adapter_name)  # P and Q may have been changed since they had a folder
         if not basis.is_set:
@@ -100,9 +100,9 @@ def tensors_to_save(
         config.base_record = None if basis.base is None else dict(basis.base)
         for name, layer in layers.items():
             layer.attach_basis_id(adapter_name, basis.id, basis.digests[name])
-        found |= basis_tensors(basis, BASE if all(key.startswith(BASE) for key in state) else "")
+        tensors |= basis_tensors(basis, BASE if all(key.startswith(BASE) for key in state) else "")
     assert config.basis_id is not None
-    return _TensorsToSave({**Core.of(config.basis_id, cores).tensors, **found})
+    return _TensorsToSave({**Core.of(config.basis_id, cores).tensors, **tensors})
 
 
 def tensors_to_load(
@@ -144,7 +144,7 @@ def _other_basis(
     adapter_name: str,
     tensors: Mapping[str, Tensor],
 ) -> Basis:
-    """The basis of a core that comes to an adapter without it: beside the core, or where the configuration says."""
+    """Find the basis of a core whose adapter has another one: beside the core, or where the configuration names it."""
     scales = {name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()}
     beside = layers_in(tensors, lambda name: scales.get(name, 1.0))
     if not beside:

@@ -87,7 +87,7 @@ def round_core(model: nn.Module, bits: int) -> Core | None:
     """Put each value of the active core at its nearest level of 8, 4 or 2 bits; None for 32 bits, which change nothing.
 
     Returns:
-        The core that the model now has, as a file of so many bits holds it.
+        The core that the model now has, as a file of so many bits stores it.
     """
     if bits == 32:
         return None

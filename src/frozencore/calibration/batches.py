@@ -26,15 +26,15 @@ IGNORED = -100  # the label of a token without loss, as in transformers
 BATCH_SIZE = 8
 
 Batch = Any
-"""A dictionary of tensors with one row per example; with a loss of the user's own, any object that holds tensors."""
+"""A dictionary of tensors with one row per example; with a ``loss_fn``, any object with tensors in it."""
 Collator = Callable[[list[Any]], Batch]
 """Makes a batch of a list of rows: any data collator of transformers or TRL."""
 
 
 def is_batch(data: Any) -> bool:
-    """Return whether this is a dictionary that holds rows of tensors."""
-    holds = isinstance(data, Mapping) and any(isinstance(value, Tensor) and value.ndim for value in data.values())
-    return holds and num_examples_of(data) > 0 and getattr(data.get("input_ids"), "ndim", 2) > 1
+    """Return whether this is a dictionary with rows of tensors."""
+    has_tensors = isinstance(data, Mapping) and any(isinstance(value, Tensor) and value.ndim for value in data.values())
+    return has_tensors and num_examples_of(data) > 0 and getattr(data.get("input_ids"), "ndim", 2) > 1
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
@@ -59,7 +59,7 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def require_batch(batch: Any, index: int, *, any_form: bool = False) -> None:
-    """Raise a ``DataError`` if this is not a batch, or, in ``any_form``, no object that holds rows of tensors."""
+    """Raise a ``DataError`` if this is not a batch, or, in ``any_form``, no object with rows of tensors in it."""
     if num_examples_of(batch) == 0 if any_form else not is_batch(batch):
         what = type(batch).__name__
         if isinstance(batch, Mapping):
@@ -76,7 +76,7 @@ def num_examples_of(batch: Any) -> int:
     if isinstance(batch, Mapping):
         if (begins := begins_of(batch)) is not None:
             return int(begins.sum())
-        for name in ("input_ids", "attention_mask", "labels"):  # the first tensor may hold patches of all images
+        for name in ("input_ids", "attention_mask", "labels"):  # the first tensor may be patches of all images
             if isinstance(tensor := batch.get(name), Tensor) and tensor.ndim:
                 return tensor.shape[0]
     return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim), 0)
@@ -150,7 +150,7 @@ def batches_from(
         collator: Makes a batch of rows. Text columns beside ``input_ids`` are removed first.
         batch_size: Rows in a batch; 8 by default.
         num_examples: Read at most this many examples; None reads all.
-        any_form: Accept any object that holds rows of tensors as a batch.
+        any_form: Accept any object with rows of tensors in it as a batch.
 
     Raises:
         ConfigError: Endless or streamed data without ``num_examples``, or a collator for data that are batches.
@@ -211,7 +211,7 @@ def _first_examples(batch: Batch, count: int) -> Iterable[Batch]:
 def can_split(batch: Batch) -> bool:
     """Return whether each tensor of a batch has the batch's rows, so that examples can be taken out of it.
 
-    Patches of images have rows of their own.
+    A tensor of image patches has another number of rows.
     """
     begins = begins_of(batch) if isinstance(batch, Mapping) else None
     rows = num_examples_of(batch) if begins is None else len(begins)
@@ -220,7 +220,7 @@ def can_split(batch: Batch) -> bool:
 
 
 def example_at(batch: Batch, number: int) -> Batch:
-    """One example of a batch that can be split, in a row of its own, also if it was packed."""
+    """One example of a batch that can be split, alone in its row, also if it was packed."""
     begins = begins_of(batch) if isinstance(batch, Mapping) else None
     if begins is None:
         return mapped(batch, lambda tensor: tensor[number : number + 1] if tensor.ndim else tensor)
@@ -269,8 +269,8 @@ def require_examples_apart(data: Any, batches: Sequence[Batch], batch_size: int 
     """Refuse rows that a collator joined without saying where examples begin; warn of rows that look joined before.
 
     Args:
-        data: What the batches came from.
-        batch_size: Rows that a collator got at a time; a loader says it itself. Other data are not checked.
+        data: The source of the batches.
+        batch_size: Rows that a collator got at a time; by default that of a loader. Other data are not checked.
         end_ids: The model's end tokens.
 
     Raises:
@@ -284,8 +284,8 @@ def require_examples_apart(data: Any, batches: Sequence[Batch], batch_size: int 
     num_read = min(batch_size, operator.length_hint(getattr(data, "dataset", data), batch_size))
     if num_read > 1 and all(len(ids) == 1 for ids, _ in rows):
         raise DataError(
-            f"Each example has the same weight in calibration, but {num_read} rows came as one, and nothing says where "
-            f"each begins. Let the collator return position_ids, seq_idx or cu_seq_lens_q; {way_out}"
+            f"Each example has the same weight in calibration, but {num_read} rows were joined to one, without a mark "
+            f"where each begins. Let the collator return position_ids, seq_idx or cu_seq_lens_q; {way_out}"
         )
     longest, ends = max(ids.shape[1] for ids, _ in rows), torch.tensor(sorted(end_ids))
     inside = [
@@ -296,7 +296,7 @@ def require_examples_apart(data: Any, batches: Sequence[Batch], batch_size: int 
     if sum(int(one.sum()) for one in inside) > sum(len(ids) for ids, _ in rows) / 2:
         warnings.warn(
             f"Most rows have {longest} tokens, end tokens inside and no padding, as packing_strategy='wrapped' makes "
-            f"them. Nothing says where examples begin, so each row counts as one example; {way_out}",
+            f"them. The beginnings of examples are not marked, so each row counts as one example; {way_out}",
             stacklevel=3,
         )
 
@@ -380,8 +380,8 @@ def shown_tokens(mask: Tensor) -> Bool[Tensor, "b t"]:
     """
     if mask.ndim == 2:
         return mask.bool()
-    own = mask.diagonal(dim1=-2, dim2=-1)
-    seen = own >= 0 if own.is_floating_point() else own.bool()
+    diagonal = mask.diagonal(dim1=-2, dim2=-1)
+    seen = diagonal >= 0 if diagonal.is_floating_point() else diagonal.bool()
     return seen.any(1) if seen.ndim == 3 else seen
 
 

@@ -136,7 +136,7 @@ def calibrate_layers(
     """
     started, collect_s, num_done = time.perf_counter(), 0.0, 0
     builder = _Builder(constructor, targets, progress)
-    progress("calibration", 0, None)  # what comes before the first batch belongs to this stage
+    progress("calibration", 0, None)  # the work before the first batch belongs to this stage
     names, needs = list(targets), _needs(constructor, targets)
     groups = [names[i : i + options.group_size] for i in range(0, len(names), options.group_size)]
 
@@ -144,13 +144,13 @@ def calibrate_layers(
         nonlocal collect_s
         group, start = groups[0], time.perf_counter()
         with raise_on_any_rank():
-            own = collect_moments(
+            moments_here = collect_moments(
                 model, batches, {name: targets[name].module for name in group}, needs=needs, loss_fn=loss_fn,
                 options=replace(options, group_size=len(group)),
                 progress=share_of(progress, num_done, num_done + len(groups)),
             )  # fmt: skip
-        sums = reduce_moments(own, builder.owners)
-        own.clear()
+        sums = reduce_moments(moments_here, builder.owners)
+        moments_here.clear()
         collect_s += time.perf_counter() - start
         builder.build(group, sums)
 
@@ -194,7 +194,7 @@ class _Builder:
 
     def build(self, group: Sequence[str], moments: dict[str, LayerMoments]) -> None:
         """Build a group's bases; each layer's moments are removed from ``moments`` after use."""
-        num_own = list(self.owners.values()).count(own_rank())
+        num_to_build = list(self.owners.values()).count(own_rank())
         with raise_on_any_rank():
             for name in group:
                 target = self.targets[name]
@@ -202,7 +202,7 @@ class _Builder:
                 if self.owners[name] == own_rank():
                     basis = build_basis(self.constructor, layer, target.options)
                     self.built[name] = basis, capture_or_none(layer.moments, basis)
-                    self.progress("bases", len(self.built), num_own)
+                    self.progress("bases", len(self.built), num_to_build)
                 if layer.moments is not None:
                     self.vectors[name] = layer.moments.without_matrices()
 

@@ -1,4 +1,4 @@
-"""The options of a calibration pass (docs/method.md says why the defaults)."""
+"""The options of a calibration pass (docs/method.md gives the reasons for the defaults)."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class CalibrationOptions:
     group_size: Annotated[
         int, Bounds(ge=1), "Layers per pass (the paper's calib_group_size); 999 means all at once."
     ] = 999
-    stats_device: Annotated[str | None, "Device of the sums, such as cpu. Default: each layer's own device."] = None
+    stats_device: Annotated[str | None, "Device of the sums, such as cpu. Default: the device of each layer."] = None
 
     def __post_init__(self) -> None:
         check_options(self)
 
 
 def options_of_sums(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that change the sums of a pass; the others say where sums are held, and how many at a time."""
+    """The options that change the sums of a pass; the others choose where sums are stored, and how many at a time."""
     return {name: options[name] for name in options if name not in ("group_size", "stats_device")}

@@ -4,13 +4,13 @@ Each batch takes one forward pass, and one backward pass if a moment needs outpu
 tokens before the batch goes to the device, and checks for NaN and Inf after the pass, so the device is not synchronised
 in between.
 
-The loss is the model's, with the data's labels, or the user's own. Example e with completion tokens C_e:
+The loss is the model's, with the data's labels, or that of ``loss_fn``. Example e with completion tokens C_e:
 
     L = Σ_e (1/|C_e|) Σ_{t ∈ C_e} -log p(token t | tokens before t)
 
-On several ranks each rank sums its own examples, and each layer has one owner, which builds its basis. Sums are reduced
-once: matrices to the layer's owner, vectors and counts to all ranks. The owners then send their bases to every rank, so
-that all ranks hold the same bytes. Without a process group one rank owns every layer.
+On several ranks each rank sums over its share of the examples, and each layer has one owner, which builds its basis.
+Sums are reduced once: matrices to the layer's owner, vectors and counts to all ranks. The owners then send their bases
+to every rank, so that all ranks have the same bytes. Without a process group one rank owns every layer.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def completion_loss(
     owners = examples[counted]
     num_in_example = owners.bincount()[owners]
     rows, positions, labels, num_in_example = (
-        to_device(found, logits.device) for found in (*counted.nonzero(as_tuple=True), targets[counted], num_in_example)
+        to_device(X, logits.device) for X in (*counted.nonzero(as_tuple=True), targets[counted], num_in_example)
     )
     log_p = log_softmax(logits[rows, positions].to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     loss_of_token = nll_loss(log_p, labels, reduction="none")
@@ -101,11 +101,11 @@ def require_options_fit(model: nn.Module, options: CalibrationOptions, loss_fn: 
         )
 
 
-def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, spec: PassSpec) -> Tensor:
+def loss_of(model: nn.Module, batch: Batch, on_host: Batch, spec: PassSpec) -> Tensor:
     """Run one forward pass over a batch and compute its loss, summed over the examples.
 
     Args:
-        as_it_came: The batch on its original device.
+        on_host: The batch on its original device.
 
     Raises:
         CalibrationError: The model returns no loss.
@@ -113,17 +113,17 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, spec: PassSpec) -
     if spec.loss_fn is not None:
         loss = spec.loss_fn(model, batch)
         return loss.reshape(()) * num_examples_of(batch)
-    if not _is_language_model(model):  # it returns its own loss
+    if not _is_language_model(model):  # it returns a loss
         labels_of(batch)  # raises a clear error if there are none
         return _part(model, model(**batch), "loss") * num_examples_of(batch)
-    targets, examples = _targets_and_examples(model, as_it_came)
+    targets, examples = _targets_and_examples(model, on_host)
     if is_encoder_decoder(model):
         return completion_loss(_part(model, model(**batch), "logits"), targets, examples, spec.options)
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     if not _needs_all_logits(model, spec):
-        kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
-        targets, examples = targets[:, kept], examples[:, kept]
-        inputs["logits_to_keep"] = to_device(kept, inputs["input_ids"].device) if "input_ids" in inputs else kept
+        used = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
+        targets, examples = targets[:, used], examples[:, used]
+        inputs["logits_to_keep"] = to_device(used, inputs["input_ids"].device) if "input_ids" in inputs else used
     return completion_loss(_part(model, model(**inputs), "logits"), targets, examples, spec.options)
 
 
@@ -132,8 +132,8 @@ def examples_with_loss(model: nn.Module, batch: Batch) -> list[int]:
     if not _is_language_model(model):
         return list(range(num_examples_of(batch)))
     targets, examples = _targets_and_examples(model, batch)
-    found: list[int] = examples[targets.ne(IGNORED)].unique().tolist()
-    return found
+    numbers: list[int] = examples[targets.ne(IGNORED)].unique().tolist()
+    return numbers
 
 
 def _is_language_model(model: nn.Module) -> bool:
@@ -142,7 +142,7 @@ def _is_language_model(model: nn.Module) -> bool:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Return whether this is a decoder-only language model: its attention mask tells which rows of all layers count."""
+    """Return whether this is a decoder-only language model: its attention mask shows which rows of all layers count."""
     return _is_language_model(model) and not is_encoder_decoder(model)
 
 
@@ -156,13 +156,13 @@ def _targets_and_examples(model: nn.Module, batch: Batch) -> tuple[Int[Tensor, "
 
 def _part(model: nn.Module, output: Any, name: str) -> Tensor:
     """The logits or the loss of a model's output, an object of transformers or a dictionary."""
-    found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-    if not isinstance(found, Tensor):
+    part = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    if not isinstance(part, Tensor):
         raise CalibrationError(
             f"Calibration looks at the gradient of a loss, but this {type(model).__name__} gives no {name}. Say what "
             "its loss is: calibrate(..., loss_fn=lambda model, batch: ...)."
         )
-    return found
+    return part
 
 
 def _base_of(model: Any) -> Any:
@@ -195,17 +195,17 @@ def collect_moments(
 ) -> dict[str, LayerMoments]:
     """Sum moments of the named layers over the calibration examples.
 
-    The model runs in evaluation mode. Afterwards its modes, spec, gradients and RNG are exactly as before.
+    The model runs in evaluation mode. Afterwards its modes, hooks, gradients and RNG are exactly as before.
 
     Args:
         model: A language model whose output has ``logits``, decoder-only or encoder-decoder; any model that returns
             ``loss`` also works.
         batches: Dictionaries with ``input_ids``, ``attention_mask`` and ``labels`` (-100 on tokens without loss), or
             any other input of a model that returns ``loss``.
-        layers: Modules with an input (..., n) and an output (..., m): names in ``model``, or a mapping from names
-            of your own to modules.
+        layers: Modules with an input (..., n) and an output (..., m): names in ``model``, or a mapping from any
+            names to modules.
         needs: The moments to sum. Each batch takes a forward pass; G, d and D also take a backward pass.
-        loss_fn: Replaces the model's own loss; see :func:`frozencore.calibrate`.
+        loss_fn: Replaces the model's loss; see :func:`frozencore.calibrate`.
 
     Returns:
         The moments of each layer, in the order given.
@@ -247,10 +247,10 @@ def share_of(progress: Progress | None, index: int, num_passes: int) -> Progress
     if progress is None or num_passes == 1:
         return progress
 
-    def tell(stage: str, done: int, total: int | None, _: str = "") -> None:
+    def report(stage: str, done: int, total: int | None, _: str = "") -> None:
         progress(stage, done + index * (total or 0), total * num_passes if total is not None else None)
 
-    return tell
+    return report
 
 
 def _run_pass(
@@ -280,16 +280,16 @@ def on_device(batch: Batch, device: torch.device, spec: PassSpec) -> tuple[Batch
 
 def _run_batch(model: nn.Module, batch: Batch, running: CalibrationPass) -> None:
     spec, device = running.spec, execution_device(model)
-    as_it_came, batch = on_device(batch, device, spec)
+    on_host, batch = on_device(batch, device, spec)
     running.tokens = None
     if spec.loss_fn is None and is_causal(model) and {"input_ids", "inputs_embeds"} & batch.keys():
-        mask = counted_tokens(as_it_came, spec.options)
+        mask = counted_tokens(on_host, spec.options)
         running.tokens = CountedTokens.from_mask(mask, device=device)
         running.find_order(model)
     if not running.reads_errors:
         with torch.no_grad():
             model(**{key: value for key, value in batch.items() if key != "labels"})
         return
-    loss = loss_of(model, batch, as_it_came, spec)
+    loss = loss_of(model, batch, on_host, spec)
     if loss.requires_grad:  # else no layer is reached, which is refused at the end
         loss.backward()

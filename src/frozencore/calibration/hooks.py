@@ -5,7 +5,7 @@ output error δ and adds ``δᵀx``, ``Σ x²``, ``Σ δ²``. Each call is count
 and for any storage of the weights. The cost is one extra product.
 
 Frozen :class:`PassSpec` describe a pass. While the pass runs, a :class:`CalibrationPass` knows the current batch and
-tells each layer's recorder what to add. A recorder knows only its own sums, in float32 or wider.
+passes the values to each layer's recorder, which adds them to its sums in float32 or wider.
 
 Shapes: a call's counted tokens N, m out features, n in features; b examples of t tokens in a batch.
 """
@@ -268,7 +268,7 @@ class CalibrationPass:
         """The counted rows of a layer's input, whose first axis is the batch (b x t x n, or b·t x n); None means all.
 
         Raises:
-            CalibrationError: The input has other rows, so padding cannot be told from text.
+            CalibrationError: The input has other rows, so padding cannot be distinguished from text.
         """
         if self.tokens is None:
             return None

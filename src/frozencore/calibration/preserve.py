@@ -102,12 +102,12 @@ def without_randomness(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _add_configs(config: Any, found: dict[int, Any]) -> None:
+def _add_configs(config: Any, configs: dict[int, Any]) -> None:
     """Add a configuration and those inside it."""
-    if isinstance(config, PretrainedConfig) and id(config) not in found:
-        found[id(config)] = config
+    if isinstance(config, PretrainedConfig) and id(config) not in configs:
+        configs[id(config)] = config
         for inner in vars(config).values():
-            _add_configs(inner, found)
+            _add_configs(inner, configs)
 
 
 @contextmanager

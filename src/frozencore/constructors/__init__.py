@@ -89,14 +89,14 @@ def constructor_options() -> dict[str, Option]:
 
 def constructors_reading(option: str) -> tuple[str, ...]:
     """The constructors that read an option; all constructors for an option that none reads, such as a scale."""
-    found = tuple(name for name, row in CONSTRUCTORS.items() if option in options_of(row.options))
-    return found or tuple(CONSTRUCTORS)
+    reading = tuple(name for name, row in CONSTRUCTORS.items() if option in options_of(row.options))
+    return reading or tuple(CONSTRUCTORS)
 
 
 def described(option: Option) -> str:
     """The help of an option, preceded by the names of its constructors if only some read it."""
-    own = constructors_reading(option.name)
-    return option.help if len(own) == len(CONSTRUCTORS) else f"{', '.join(own)}: {option.help}"
+    reading = constructors_reading(option.name)
+    return option.help if len(reading) == len(CONSTRUCTORS) else f"{', '.join(reading)}: {option.help}"
 
 
 def check_unused_options(constructor: str, given: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ def build_basis(constructor: str, layer: LayerData, options: BasisOptions) -> La
     """Build one layer's basis with the named constructor; errors name the layer.
 
     Args:
-        options: Options of the constructor's class. Plain ``BasisOptions`` use the defaults of its own options.
+        options: Options of the constructor's class. Plain ``BasisOptions`` leave its other options at their defaults.
 
     >>> layer = LayerData("q_proj", (6, 4), weight=lambda: torch.randn(6, 4))
     >>> build_basis("lora_xs", layer, BasisOptions(r=2)).Q.shape

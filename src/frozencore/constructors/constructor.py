@@ -1,9 +1,9 @@
 """A constructor: a class that names the moments it needs and builds the basis of a layer from them.
 
-Your own constructor is a subclass with ``build``, and ``needs`` if it reads data, added by
+A constructor of a user is a subclass with ``build``, and ``needs`` if it reads data, added by
 :func:`frozencore.register_constructor`. ``start_core`` is optional.
 
-The options of a basis come first. A constructor with options of its own adds them in a subclass.
+The options of a basis come first. A constructor with more options adds them in a subclass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from frozencore.maths.whitening import Positive
 from frozencore.options import Bounds, check_options
 
 MOST_RANK = 100_000  # no layer is as wide
-Rank = Annotated[int, Bounds(ge=1, le=MOST_RANK), "Rank r of the bases; a core holds r x r values."]
+Rank = Annotated[int, Bounds(ge=1, le=MOST_RANK), "Rank r of the bases; a core has r x r values."]
 AUTO_ALPHA = 16.0  # the paper's scale at the paper's rank
 Alpha = Annotated[
     Positive | Literal["auto"] | None,
@@ -36,7 +36,7 @@ class BasisOptions:
     """The options that every constructor has, checked when made.
 
     A field that a subclass adds becomes a key of a campaign and a flag of the command line, under the same name.
-    ``FrozenCoreConfig`` inherits those of frozencore's own constructors, and takes others in ``constructor_options``.
+    ``FrozenCoreConfig`` inherits those of frozencore's constructors, and takes others in ``constructor_options``.
 
     Attributes:
         r: The rank; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
@@ -92,7 +92,7 @@ class LayerData:
         return self.moments
 
     def seed(self, seed: int) -> int:
-        """The layer's own seed, so that random draws do not depend on the order of the layers."""
+        """The seed of the layer, so that random draws do not depend on the order of the layers."""
         return seeded_generator(seed, "layer", self.name).initial_seed()
 
 
@@ -102,11 +102,11 @@ class Constructor(ABC, Generic[Options]):
     Attributes:
         options: The class of its options.
         weights_only: The basis depends only on the layer's weight, not on data or seed.
-        basis_source: What the bases come from, in one word, for the command's help.
+        basis_source: The source of the bases, in one word, for the command's help.
         label: Name in reports; by default the key in the table.
     """
 
-    options: type[Options] = BasisOptions  # type: ignore[assignment]  # of a subclass with no options of its own
+    options: type[Options] = BasisOptions  # type: ignore[assignment]  # of a subclass that adds no options
     weights_only: ClassVar[bool] = False
     label: ClassVar[str] = ""
     basis_source: ClassVar[str] = ""
@@ -125,7 +125,7 @@ class Constructor(ABC, Generic[Options]):
 
 
 class Compressed(Constructor[BasisOptions]):
-    """Bases that were found from other adapters (:mod:`frozencore.adapter.compress`), so they can only be read."""
+    """Bases that were made from other adapters (:mod:`frozencore.adapter.compress`), so they can only be read."""
 
     label = "Compressed"
     basis_source = "adapters"

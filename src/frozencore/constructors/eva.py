@@ -28,7 +28,7 @@ class EvaOptions(BasisOptions):
     """Variants of EVA."""
 
     eva_center: Annotated[bool, "Subtract the mean first: variance instead of energy."] = False
-    eva_output: Annotated[EvaOutput, "Where the output side comes from."] = "weight_times_input"
+    eva_output: Annotated[EvaOutput, "The source of the output side."] = "weight_times_input"
 
 
 def eva_basis(

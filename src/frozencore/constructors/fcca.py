@@ -44,7 +44,7 @@ def fcca_basis(
     """Find the directions with the largest correlation between input and output error.
 
     Args:
-        moments: Must hold G and the moments of ``whitening.needs()``.
+        moments: G and the moments of ``whitening.needs()``.
         whitening: The metric of the truncation; both sides, diagonal, damping 1e-3 by default.
 
     Returns:

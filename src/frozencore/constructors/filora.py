@@ -43,7 +43,7 @@ def filora_basis(
 ) -> LayerBasis:
     """Take the directions with the most energy, separately for inputs and output errors.
 
-    The spectrum holds the products of the two sides' eigenvalues.
+    The spectrum is the products of the two sides' eigenvalues.
 
     >>> moments = LayerMoments(1, input_square=torch.tensor([1.0, 9.0]), error_square=torch.tensor([4.0, 2.0]))
     >>> basis = filora_basis(moments, rank=1, fisher="diagonal")

@@ -60,7 +60,7 @@ def shared_rows(num_rows: int, rank: int, seed: int, side: str) -> torch.Tensor:
 
 
 class VeRA(Constructor[BasisOptions]):
-    """VeRA. It ignores the layer's own seed, because all layers share one pair of matrices."""
+    """VeRA. It ignores the seed of the layer, because all layers share one pair of matrices."""
 
     label = "VeRA-core"
     basis_source = "shared"

@@ -80,7 +80,7 @@ def adapter_in(folder: Path) -> Path:
     """The folder of an adapter or a basis: the folder itself, or ``adapter`` in the folder of a run.
 
     Raises:
-        ArtifactError: Neither of them holds one.
+        ArtifactError: There is none in either.
     """
     for place in (folder, folder / IN_A_RUN):
         if any((place / name).is_file() for name in (CONFIG_FILE, HEADER_FILE)):

@@ -58,7 +58,7 @@ def atomic_folder(out: Path, *, overwrite: bool | None, reads: Path | None = Non
         reads: A folder that the block reads and that must not be replaced.
 
     Raises:
-        ArtifactError: ``out`` exists, holds something else, is the folder that is read, or cannot be written.
+        ArtifactError: ``out`` exists, has other files, is the folder that is read, or cannot be written.
     """
     check_output(out, overwrite=overwrite, reads=reads)
     aside = _temporary(out)
@@ -86,7 +86,7 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def _temporary(path: Path) -> Path:
-    """A name beside a path, random because a killed process with the same id may have left its own."""
+    """A name beside a path, random because a killed process with the same id may have left one."""
     path = path if path.name not in ("", "..") else path.resolve()
     return path.with_name(f".{path.name}.{token_hex(4)}.tmp")
 
@@ -115,7 +115,7 @@ def check_output(out: Path, *, overwrite: bool | None, reads: Path | None = None
     """Check that a folder can be written; for the arguments and errors see :func:`atomic_folder`."""
     require_writable(out.parent)
     if reads is not None and reads.resolve().is_relative_to(out.resolve()):
-        raise ArtifactError(f"{out} holds the adapter that is read: write the result to a folder of its own.")
+        raise ArtifactError(f"{out} is the folder of the adapter that is read: write the result to another folder.")
     if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return
     is_replaceable = any((out / mark).is_file() for mark in _MARKS)

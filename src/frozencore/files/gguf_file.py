@@ -16,10 +16,10 @@ def find_gguf(model: str) -> Path | None:
     """The absolute path of the GGUF file of a model's name; None for a model of another kind.
 
     Args:
-        model: A file, or a folder without ``config.json`` that holds one GGUF file.
+        model: A file, or a folder with one GGUF file and without ``config.json``.
 
     Raises:
-        ModelError: The folder holds several files, the file is missing or not GGUF, or the package ``gguf`` is missing.
+        ModelError: The folder has several files, the file is missing or not GGUF, or the package ``gguf`` is missing.
     """
     place = Path(model)
     if place.suffix.lower() == ".gguf" and not place.is_dir():

@@ -31,7 +31,7 @@ from frozencore.text import bytes_in_words, one_line
 def read_weights(model_class: Any, dtype: str, loading: dict[str, Any]) -> Any:
     """Load the model in a GGUF file for training and saving; it is named after the file.
 
-    Quantised weights come from :func:`cache_folder`, where they are unpacked first if need be.
+    Quantised weights are read from :func:`cache_folder`, after they are unpacked there if need be.
 
     Args:
         model_class: A class of transformers, also an Auto class.
@@ -138,7 +138,7 @@ def why_unreadable(loading: dict[str, Any], error: Exception) -> str:
         _opened(file)
     except Exception:  # numpy raises several kinds for slices that are too short
         return f"its {file.stat().st_size:,} bytes are not a whole GGUF file. Download it again."
-    reason = f"it does not say {error}." if isinstance(error, KeyError) else one_line(error, 200)
+    reason = f"it does not name {error}." if isinstance(error, KeyError) else one_line(error, 200)
     return f"transformers reads no such GGUF file: {reason}"
 
 

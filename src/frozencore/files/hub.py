@@ -25,7 +25,7 @@ def hub_client() -> ModuleType:
 def safe_loading(model: str) -> dict[str, Any]:
     """The arguments of ``from_pretrained`` for a model, without its dtype.
 
-    The hub is used only if it is needed and answers. A repository's own code is never run.
+    The hub is used only if it is needed and answers. Code in a repository is never run.
 
     Args:
         model: Hub id, folder, or GGUF file (:mod:`frozencore.files.gguf_model` reads its weights and tokenizer).

@@ -44,7 +44,7 @@ def hub_answers(kind: Literal["model", "dataset"], name: str, *, timeout_s: floa
 
 
 def why_not_given(error: Exception) -> str:
-    """Say in a few words why the hub did not return a file; the client's own message is several sentences."""
+    """Say in a few words why the hub did not return a file; the client's message is several sentences."""
     for kind, words in (
         (GatedRepoError, "its owner admits only some users"),
         (RepositoryNotFoundError, "the hub has no such repository, or it is private"),

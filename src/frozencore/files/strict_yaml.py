@@ -59,7 +59,7 @@ def read_typed(path: Path, kind: type[Typed], *, holds: str, see: str = "") -> T
 
     Args:
         holds: A description of the content, for errors.
-        see: The last sentence of errors, which says where the keys are explained.
+        see: The last sentence of errors, which names the place where the keys are explained.
 
     Raises:
         ConfigError: A value is wrong; the message names its line.

@@ -108,8 +108,8 @@ def basis_from_factors(
         )
         for side, X, energy in zip("PQ", (P0, Q0), read, strict=True)
     )
-    found = min(P0.shape[1], Q0.shape[1])
-    return LayerBasis(P=P.float(), Q=Q.float(), spectrum=spectrum.float(), effective_rank=found)
+    num_given = min(P0.shape[1], Q0.shape[1])
+    return LayerBasis(P=P.float(), Q=Q.float(), spectrum=spectrum.float(), effective_rank=num_given)
 
 
 def fisher_orthonormal(

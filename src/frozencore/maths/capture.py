@@ -23,7 +23,7 @@ from frozencore.maths.whitening import Whitening, damped
 
 
 def core_gradient(G: Float[torch.Tensor, "m n"], basis: LayerBasis) -> Float[torch.Tensor, "r r"]:
-    """``PᵀGQ``, the gradient of a zero core, in float64; the product with G has G's own precision."""
+    """``PᵀGQ``, the gradient of a zero core, in float64; the product with G is in the dtype of G."""
     return (basis.P.to(G.dtype).mT @ G).double() @ basis.Q.double()
 
 

@@ -99,7 +99,7 @@ class CutAlone:
 
     def __init__(self, energies: Sequence[Float[torch.Tensor, " _"]], widths: Sequence[int]) -> None:
         values, sizes = torch.cat(list(energies)), torch.cat(
-            [torch.full_like(own, width) for own, width in zip(energies, widths, strict=True)]
+            [torch.full_like(of_layer, width) for of_layer, width in zip(energies, widths, strict=True)]
         )  # fmt: skip
         order = (values / sizes).argsort(descending=True)
         self.num_values = sizes[order].cumsum(0)
@@ -137,12 +137,12 @@ def sharing_keeps_more_from(alone: Sequence[CutAlone], kept: float, basis: int, 
 def _used(P: torch.Tensor, Q: torch.Tensor, updates: Sequence[Update]) -> list[torch.Tensor]:
     """P and Q without the directions that no core uses."""
     cores = [core_of(P, Q, update) for update in updates]
-    found = []
+    used_factors = []
     for X, joined in ((P, torch.cat(cores, dim=1)), (Q, torch.cat([R.mT for R in cores], dim=1))):
         U, S, _ = truncated_svd(joined, len(joined), method="gram")
         used = SPAN_TOLERANCE * S[0] < S
-        found.append(X if bool(used.all()) else X @ U[:, used])
-    return found
+        used_factors.append(X if bool(used.all()) else X @ U[:, used])
+    return used_factors
 
 
 def _alternate(
@@ -195,7 +195,7 @@ def _improved(
     rank = Z.shape[1]
     if min(len(F), sum(min(size, rank) for size in sizes)) <= exact_width:
         return truncated_svd(_images(F, Z, sizes), rank, method="gram").U
-    seen = torch.cat([one @ (one.mT @ own) for one, own in zip(Z.split(sizes), F_X.split(sizes), strict=True)])
+    seen = torch.cat([one @ (one.mT @ X) for one, X in zip(Z.split(sizes), F_X.split(sizes), strict=True)])
     return thin_qr(F @ seen)[0]
 
 

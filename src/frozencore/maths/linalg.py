@@ -1,7 +1,7 @@
 """The linear algebra under every basis: truncated SVD, thin QR, PSD roots, principal angles.
 
 Letters: M any m x n matrix, r the rank, U Σ Vᵀ its SVD. Every result is deterministic: signs are canonical,
-random starts have their own generator, and the global RNG is never touched.
+random starts have a separate generator, and the global RNG is never touched.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def trailing_svd(M: Float[torch.Tensor, "m n"], rank: int) -> TruncatedSVD:
     require_finite(M)
     M, rank = M.double(), min(rank, *M.shape)
     U, S, V = _gram_svd(M, rank, smallest=True)
-    if S[-1] <= RANK_TOLERANCE * torch.linalg.matrix_norm(M):  # a Gram matrix does not tell such directions apart
+    if S[-1] <= RANK_TOLERANCE * torch.linalg.matrix_norm(M):  # a Gram matrix does not separate such directions
         U, S, Vh = torch.linalg.svd(M, full_matrices=False)
         U, S, V = U[:, -rank:], S[-rank:], Vh[-rank:].mT
     return TruncatedSVD(*canonical_signs(U, S, V))

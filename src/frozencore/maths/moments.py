@@ -228,6 +228,6 @@ def _splits() -> bool:
     if not getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)():
         return False
     values = torch.randn(512, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found, exact = torch.zeros(64, 64), values.double().mT @ values.double()
-    _add_blocks(found, values, values.clone(), splits=True)
-    return float((found - exact).abs().max()) < 1e-4 * float(exact.abs().max())
+    summed, exact = torch.zeros(64, 64), values.double().mT @ values.double()
+    _add_blocks(summed, values, values.clone(), splits=True)
+    return float((summed - exact).abs().max()) < 1e-4 * float(exact.abs().max())

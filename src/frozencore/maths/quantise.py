@@ -38,8 +38,8 @@ def quantise(
     scale, error = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
     for candidate in [_exact_two_bit_scale(x)] if bits == 2 else _clipped_scales(x, bits, largest):
         rounded = _rounded(candidate)
-        found = _error(x, rounded, bits)
-        scale, error = torch.where(found < error, rounded, scale), torch.minimum(found, error)
+        candidate_error = _error(x, rounded, bits)
+        scale, error = torch.where(candidate_error < error, rounded, scale), torch.minimum(candidate_error, error)
     is_zero = ~(largest > 0)
     codes = _codes(x, scale, bits).masked_fill(is_zero.unsqueeze(-1), 0)
     return codes, scale.masked_fill(is_zero, 0).half().cpu()

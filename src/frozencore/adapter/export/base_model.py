@@ -137,7 +137,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
             base = nn.Linear(n, m, device="meta")
         if base is not module:
             copied.set_submodule(name, base)
-    for attribute in ("peft_config", "_hf_peft_config_loaded"):  # of transformers' own integration
+    for attribute in ("peft_config", "_hf_peft_config_loaded"):  # of transformers' integration of PEFT
         vars(copied).pop(attribute, None)
     return copied
 
@@ -188,9 +188,9 @@ def misloaded_layers(
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         return set(), f"PEFT refuses it: {one_line(error, 300)}"
     base = loaded.get_base_model()
-    found = {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
+    adapted = {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
     unfilled = sorted(key for key in result.missing_keys if "lora_" in key)
-    lost = {name for name in layers if name not in found or not _has_factors(found[name], name, tensors)}
+    lost = {name for name in layers if name not in adapted or not _has_factors(adapted[name], name, tensors)}
     unused = sorted(key for key in result.unexpected_keys if "lora_" in key)
     if unfilled:
         return lost, f"PEFT adds untrained factors for {_layer(unfilled[0])!r} ({len(unfilled)} in all)"

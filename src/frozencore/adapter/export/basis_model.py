@@ -1,8 +1,8 @@
 """A base model with a basis in it, which an engine loads once for all tenants (:mod:`frozencore_basis_model`).
 
-Beside each adapted layer stand ``Q.weight`` (r x n) = Qᵀ, ``core.weight`` (r x r) of zeros and ``P.weight`` (m x r), as
-the basis holds them, bit for bit. P times the scale s in 16 bits would be rounded once more, so a tenant's core is s·R,
-and the scales stand in ``config.json`` for engines that read adapters (:mod:`frozencore_vllm`).
+Beside each adapted layer stand ``Q.weight`` (r x n) = Qᵀ, ``core.weight`` (r x r) of zeros and ``P.weight`` (m x r).
+P and Q have the same bits as in the basis. P times the scale s in 16 bits would be rounded once more, so a tenant's
+core is s·R, and the scales stand in ``config.json`` for engines that read adapters (:mod:`frozencore_vllm`).
 
 A tenant is a LoRA on the ``core`` layers: ``A = I``, ``B = s·R``, so that ``B A = s·R``. With r the rank of a layer and
 k the largest rank of a core, ``lora_A.weight`` is k x r and ``lora_B.weight`` r x k, padded with zeros, because engines
@@ -218,7 +218,7 @@ def export_tenant(
         adapter_name: Which adapter of the model; the active one by default.
         basis_model: Folder of the basis model, to check that its basis is the adapter's. Without
             it nothing is checked: cores on another basis give wrong outputs, and no engine notices. The tenant names it
-            in these words; vLLM finds a tenant on demand only if its own ``--model`` is the same text.
+            in these words; vLLM finds a tenant on demand only if vLLM's ``--model`` is the same text.
         dtype: The dtype of the factors. Half precision halves the file and costs about 0.2 % of the update in bfloat16.
 
     Raises:

@@ -29,7 +29,7 @@ LARGEST_QR = 2953
 
 
 def core_fragment(directory: str | Path, bits: int = 4) -> str:
-    """The fragment of a link that holds an adapter's core.
+    """The fragment of a link with an adapter's core in it.
 
     Args:
         directory: The adapter's folder.

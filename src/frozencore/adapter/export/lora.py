@@ -95,7 +95,7 @@ def export_lora(
         base: The base model or its folder; needed only with a folder, for the shapes of layers that engines pack with
             adapted ones. By default the folder that the adapter names, if it exists.
         dtype: The dtype of the factors. Half precision halves the files; bfloat16 costs about 0.2 % of the update.
-        rank: A lower rank than the adapter's; the result's ``error`` tells the loss.
+        rank: A lower rank than the adapter's; the result's ``error`` is the relative error of the cut.
         overwrite: Replace an existing adapter folder.
 
     Raises:
@@ -142,9 +142,9 @@ def to_rank(adapter: ExportSource, rank: int | None) -> tuple[ExportSource, int,
     """
     if rank is not None and (not isinstance(rank, int) or rank < 1):
         raise ConfigError(f"A LoRA has a rank of at least 1, but {rank!r:.50} was given.")
-    own_rank = max(map(len, adapter.cores.values()))
-    if rank is None or rank >= own_rank:
-        return adapter, own_rank, None
+    full_rank = max(map(len, adapter.cores.values()))
+    if rank is None or rank >= full_rank:
+        return adapter, full_rank, None
     layers, cores, kept, lost = {}, {}, 0.0, 0.0
     for name, basis in adapter.layers.items():
         layers[name], cores[name], S = best_of_rank(basis, adapter.cores[name], rank)
@@ -198,7 +198,7 @@ def layers_to_name(adapted: Mapping[str, tuple[int, int]], base: BaseLayers | No
     """Shapes of the layers that a LoRA directory must name: the adapted ones, and those that engines pack with them.
 
     SGLang stacks q, k, v (and gate, up) of a layer into one matrix and looks each of them up by name; PEFT builds every
-    layer that ``target_modules`` names. A directory that holds exactly those layers, zero where nothing was adapted,
+    layer that ``target_modules`` names. A directory with exactly those layers, zero where nothing was adapted,
     satisfies both.
     """
     if base is None:
@@ -226,12 +226,12 @@ def target_modules(named: Iterable[str], base: BaseLayers | None) -> list[str]:
 def _inferred(adapted: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
     """Packed layers that are missing: k and v have one shape, gate and up have one shape."""
     unclear = [name for name in adapted if _last(name) in _MAYBE_CONV1D]
-    found: dict[str, tuple[int, int]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
     for layer in adapted:
         for name in set(_siblings(layer)) - adapted.keys():
             same_shape = name.removesuffix(_last(name)) + _SAME_SHAPE.get(_last(name), "")
             if same_shape in adapted:
-                found[name] = adapted[same_shape]
+                shapes[name] = adapted[same_shape]
             else:
                 unclear.append(name)
     if unclear:
@@ -239,7 +239,7 @@ def _inferred(adapted: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, in
             f"The shape or kind of layer {unclear[0]!r} is in the base model, not in the adapter: "
             "give base=, the model or its folder (--base on the command line)."
         )
-    return found
+    return shapes
 
 
 def _siblings(layer: str) -> list[str]:
@@ -287,10 +287,10 @@ def export_source(model_or_directory: nn.Module | str | Path, adapter_name: str 
 
 def in_dtype(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert values to another dtype; refuse values that are not finite in it."""
-    found = values.to(dtype).contiguous()
-    if not torch.isfinite(found).all():
-        raise ArtifactError(f"{name!r} would hold NaN or Inf in {dtype}. Train again, or export in float32.")
-    return found
+    converted = values.to(dtype).contiguous()
+    if not torch.isfinite(converted).all():
+        raise ArtifactError(f"{name!r} would be NaN or Inf in {dtype}. Train again, or export in float32.")
+    return converted
 
 
 def require_dtype(dtype: torch.dtype) -> None:

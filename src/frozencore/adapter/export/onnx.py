@@ -10,7 +10,7 @@ becomes ``y = Wx + s·P (R (Qᵀ x))``:
 
 All R are one input, ``frozencore_core_<basis id>`` of shape tenants x Σr²: the vector of a core, as in an adapter's
 file. Its default is one row of zeros, with which the model computes what the base model computes. One row serves all
-rows of a batch; several rows serve one row of the batch each. An ``.onnx_adapter`` holds that one tensor. ONNX Runtime
+rows of a batch; several rows serve one row of the batch each. An ``.onnx_adapter`` is that one tensor. ONNX Runtime
 matches it by its name, so a core on another basis is refused before anything runs.
 """
 
@@ -160,7 +160,7 @@ def build_base(place: Path, out: Path, precision: str, spare: Path, base: str, *
     command += ["-e", "cpu", "-c", str(spare), "--extra_options", f"fuse_qkv={str(fused).lower()}"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode or not (out / MODEL_FILE).is_file():
-        lines = done.stderr.strip().splitlines() or ["it says nothing"]
+        lines = done.stderr.strip().splitlines() or ["without a message"]
         raise ModelError(
             f"The model builder of onnxruntime-genai cannot write {base}: {one_line(lines[-1], 200)} "
             "Merge or export a LoRA instead, for another engine."

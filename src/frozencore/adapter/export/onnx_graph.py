@@ -69,8 +69,8 @@ def add_basis(path: Path, basis: Basis, dtype: torch.dtype) -> None:
         if (name := outputs.get(node.output[0])) is not None:
             x = inputs[node.output[0].replace("/Add/", "/MatMul/")]
             nodes += _update(node, x, name, basis.layers[name])
-    for name, own in basis.layers.items():
-        for side, X in (("Q", own.Q), ("P", own.scale * own.P.double().mT)):
+    for name, layer in basis.layers.items():
+        for side, X in (("Q", layer.Q), ("P", layer.scale * layer.P.double().mT)):
             tensor = numpy_helper.from_array(X.float().contiguous().numpy(), f"{name}/{side}")
             external_data_helper.set_external_data(tensor, BASIS_FILE)
             graph.initializer.append(tensor)
@@ -97,9 +97,9 @@ def _split_core(ranks: Mapping[str, int], constants: dict[str, torch.Tensor]) ->
 
 def output_of(graph: Any, name: str) -> str:
     """The name of a layer's output, with its bias, in the builder's graph."""
-    found = _LAYER.fullmatch(name)
-    if found is not None:
-        index, block, last = found.groups()
+    match = _LAYER.fullmatch(name)
+    if match is not None:
+        index, block, last = match.groups()
         place = f"/model/layers.{index}/{'mlp' if block == 'mlp' else 'attn'}/{_IN_GRAPH.get(last, last)}"
         there = {node.output[0] for node in graph.node}
         for output in (f"{place}/Add/output_0", f"{place}/MatMul/output_0"):
@@ -111,7 +111,7 @@ def output_of(graph: Any, name: str) -> str:
     )
 
 
-def _update(node: Any, x: str, name: str, own: LayerBasis) -> Iterator[Any]:
+def _update(node: Any, x: str, name: str, layer: LayerBasis) -> Iterator[Any]:
     """Nodes that add ``P (R (Qᵀ x))`` to a layer's output, which keeps its name."""
     output = node.output[0]
     node.output[0] = f"{name}/base"
