@@ -92,7 +92,7 @@ class PackedSlots:
     def __init__(self, num_slots: int, layers: Mapping[str, Tensor], bits: int) -> None:
         """
         Args:
-            layers: R of each layer, whose shape and device count.
+            layers: R of each layer; its shape and device are used, its values are not.
         """
         self.bits = bits
         self.ranks = {name: len(R) for name, R in layers.items()}
@@ -261,7 +261,7 @@ class CoreBank(CoreStack):
     @torch.inference_mode(False)  # tensors made inside of it could not be changed outside
     @torch.no_grad()
     def _gather(self, slots: Sequence[int], times: Callable[[nn.Module], int]) -> dict[str, Tensor]:
-        """Copy the cores of those slots, as often as a layer sees a row, into the buffers of this depth of nesting."""
+        """Copy the cores of these slots, repeated as a layer sees the rows, into the buffers of this depth."""
         if self._depth == len(self._buffers):
             cores = {name: layer.core(self.adapter_name).detach() for name, layer in self.layers.items()}
             self._buffers.append({name: R.new_zeros(0, *R.shape) for name, R in cores.items()})

@@ -70,7 +70,7 @@ def differing_layer(recorded: Mapping[str, Any], samples: Mapping[str, Tensor | 
 
 
 def split_record(recorded: Mapping[str, Any], layers: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """A record of these layers, whose order does not matter, as one for each; nothing if it is of other layers."""
+    """Split the record of these layers into one record a layer; nothing if the record is of other layers."""
     names, (values, _) = sorted(layers), _values(recorded)
     if len(values) != NUM_SAMPLES * len(names):
         return {}

@@ -55,7 +55,7 @@ class Basis:
         calibrated_on: A description of the calibration data.
         place, revision: The folder or hub id that the basis was read from.
         id: 32 hexadecimal digits of the SHA-256 of P, Q, the scales and ``base``.
-        digests: The hash of P, Q and s of each layer (:func:`layer_digest`), of which the id is made.
+        digests: The hash of P, Q and s of each layer (:func:`layer_digest`); the id is computed from these.
     """
 
     layers: Mapping[str, LayerBasis]
@@ -92,7 +92,7 @@ class Basis:
 
     @property
     def is_set(self) -> bool:
-        """Whether P and Q have values: those of an adapter that was never calibrated are zero, in all layers."""
+        """Whether P and Q were set: they are zero in all layers of an adapter that was never calibrated."""
         return any(bool(layer.P.any()) for layer in list(self.layers.values())[:1])
 
     def write(self, folder: Path, *, overwrite: bool = False) -> None:
@@ -131,7 +131,7 @@ def load_basis(place: str | Path, revision: str | None = None) -> Basis:
         revision: The revision of the hub id.
 
     Raises:
-        ArtifactError: There is no basis, or P, Q, scales or the record of the base model are not those of its id.
+        ArtifactError: There is no basis, or its id does not fit P, Q, the scales and the record of the base model.
     """
     header, folder = read_header(place, revision), _folder(place, revision)
     with _reading(place):
@@ -183,7 +183,7 @@ def find_basis(origin: str, basis_id: str, place: str | None, revision: str | No
 
 
 def find_ranks(origin: str, basis_id: str, place: str | None, revision: str | None = None) -> dict[str, int]:
-    """Read r of each layer of the basis of a core; P and Q are not read. Arguments are those of :func:`find_basis`."""
+    """Read r of each layer of the basis of a core; P and Q are not read. The arguments are as in :func:`find_basis`."""
     folder = _folder(_known_place(origin, basis_id, place), revision)
     require_same_id(origin, basis_id, f"{place} is", read_header(folder)["id"])
     with _reading(folder), safe_open(folder / FACTORS_FILE, framework="pt") as file:
@@ -225,7 +225,7 @@ def _folder(place: str | Path, revision: str | None) -> Path:
 
 @contextmanager
 def _reading(place: str | Path) -> Iterator[None]:
-    """Turn what makes a file of a basis unreadable into an error that names the basis."""
+    """Name the basis in the error of a file that cannot be read."""
     try:
         yield
     except (OSError, SafetensorError, LookupError, ValueError, TypeError) as error:

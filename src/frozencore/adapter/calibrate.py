@@ -51,7 +51,7 @@ def calibrate(
         data: Batches with ``input_ids``, ``attention_mask`` and ``labels``, from a DataLoader or any finite iterable;
             or batches of images or sound for a model that returns a loss. With ``collator``, tokenised rows: a
             ``datasets.Dataset``, a PyTorch dataset, or a list. Read once. Rows may be packed, if ``position_ids``,
-            ``seq_idx`` or ``cu_seq_lens_q`` say where examples begin.
+            ``seq_idx`` or ``cu_seq_lens_q`` mark where examples begin.
         adapter_name: The adapter to calibrate; the active one by default.
         collator: Makes a batch from a list of rows, as in ``Trainer``.
         batch_size: Rows in a batch that the collator makes; 8 by default.
@@ -67,8 +67,8 @@ def calibrate(
         progress: True shows a bar, False nothing; a function is called with ``(stage, done, total, note="")``.
 
     In a decoder-only language model every token counts that is not padding. In all other models, and with a
-    ``loss_fn``, the rows of a layer's input count whose output has a gradient: padding has none, nor have tokens
-    that the loss does not reach. So every pass goes back too, and needs labels.
+    ``loss_fn``, a row of a layer's input counts if its output has a gradient. Padding has none, and tokens
+    that the loss does not reach have none. So each batch takes a backward pass too, and needs labels.
 
     In a process group (``torchrun``, ``accelerate launch``) every rank calls this with its share of the examples,
     before the model is wrapped; all ranks then have the same bases.
@@ -120,7 +120,7 @@ def calibrate(
             rate = proposed_learning_rate(
                 model, layers, adapter_name, batches, bases=bases, loss_fn=loss_fn, progress=report
             )
-    put_layers(adapter_name, config, layers, bases)  # last: what ends the work before it changes nothing
+    put_layers(adapter_name, config, layers, bases)  # last, so that an error before it changes nothing
     config.calibration_tokens = max(layer.num_tokens for layer in calibration.layers.values()) or None
     config.learning_rate = rate
     _warn_of_weak_layers(bases, layers)

@@ -4,7 +4,7 @@
     out/NAME/adapter     the core of each adapter, on that basis
     out/compress.json    what each adapter keeps
 
-The files of adapters are mapped into memory, so the updates of one layer of all adapters are in it, with all cores.
+The files of adapters are mapped into memory. So memory has the cores, and the updates of one layer at a time.
 
 Shapes: m out features, n in features, r rank.
 """
@@ -89,7 +89,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class CompressedAdapters:
-    """What was written.
+    """The files that were written, and how good they are.
 
     Attributes:
         rank: The largest rank of a layer.
@@ -132,7 +132,7 @@ def compress_adapters(
         same_base: The adapters are of one base model, whatever name they give it. With ``base`` names do not count.
         skip_bad: Leave out adapters that cannot be compressed instead of refusing all.
         bits: Bits of a saved value of a core: 32, 8, 4 or 2.
-        ready: Called with the names of those that will be compressed; if it raises, nothing is written.
+        ready: Called with the names of the adapters that will be compressed; if it raises, nothing is written.
 
     Raises:
         ArtifactError: An adapter cannot be read, is of another base model, or changes more than linear layers by
@@ -219,7 +219,7 @@ def _sizes_in(
     found: Mapping[str, LayerBasis],
     kept: float,
 ) -> Sizes:
-    """The sizes of what was written, and from how many adapters on it pays."""
+    """The sizes of the files that were written, and the number of adapters from which a shared basis pays."""
     files = [folder / name / IN_A_RUN / WEIGHTS_FILE for name in sources]
     before, number = sum(source.num_bytes for source in sources.values()), len(sources)
     basis, tenant = (folder / BASIS_FOLDER / FACTORS_FILE).stat().st_size, sum(f.stat().st_size for f in files) / number
@@ -238,7 +238,7 @@ def _sizes_in(
 def _read_sources(
     adapters: Mapping[str, str | Path], base: nn.Module | None, same_base: bool, skip_bad: bool, progress: Progress
 ) -> tuple[dict[str, LowRankAdapter], dict[str, str]]:
-    """The adapters that can be compressed together, and why others cannot."""
+    """The adapters that can be compressed together, and the reasons why the others cannot."""
     sources: dict[str, LowRankAdapter] = {}
     skipped: dict[str, str] = {}
     bases: dict[str, Basis] = {}
@@ -263,7 +263,7 @@ def _read_sources(
 def _config_of(
     sources: Mapping[str, LowRankAdapter], layers: Mapping[str, LayerBasis], base: nn.Module | None
 ) -> FrozenCoreConfig:
-    """The configuration of the basis: its layers by short names if, in the base model, these select no others."""
+    """The configuration of the basis; it has short names of layers if these select no other layer of the base model."""
     targets = [source.targets for source in sources.values()]
     named, others = frozenset(layers), frozenset[str]()
     if base is not None:

@@ -47,7 +47,7 @@ INSTEAD_OF_LORA: Mapping[str, str] = {
     "use_dora": "there are no magnitudes beside a core: leave it out",
     "bias": "only cores are trained: leave it out, or name modules in modules_to_save",
     "lora_bias": "a core has no bias: leave it out",
-    "fan_in_fan_out": "a layer says itself how its weight lies: leave it out",
+    "fan_in_fan_out": "the layout of a weight is read from its layer: leave it out",
     "eva_config": "constructor='eva' and its options are fields of FrozenCoreConfig: give these instead",
     "corda_config": "constructor='fcca' reads inputs and output errors: give constructor and its options instead",
     "loftq_config": "bases are computed of the weights as they are: quantise the model when it is loaded",
@@ -270,7 +270,7 @@ class FrozenCoreConfig(
         """The configuration for one more model: itself, or a copy if a model has it already.
 
         A model keeps the object that it is given, as in PEFT, and fills in the names of its layers; so does a model
-        into which an adapter is loaded that does not train. The copy has what was given in their place, and nothing of
+        into which an adapter is loaded that does not train. The copy has the names that the user gave, and nothing of
         the first model's calibration.
         """
         if self.filled is None or self.inference_mode:

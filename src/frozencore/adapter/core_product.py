@@ -19,7 +19,7 @@ from frozencore.errors import ConfigError
 def plus_core(y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: nn.Linear | Tensor, scale: float) -> Tensor:
     """``y + s·P R Qᵀ x`` in the dtype of y.
 
-    The product with R is in the dtype of R, the others are in that of P and Q.
+    The product with R is in the dtype of R; the other two are in the dtype of P and Q.
 
     Args:
         y: The base layer's output (..., m).
@@ -69,7 +69,7 @@ class PerRowCores:
     """The cores of a batch's rows in one layer; without parts all rows are the base model's.
 
     Attributes:
-        thread: The thread whose batch it is.
+        thread: The thread that entered the batch.
     """
 
     parts: tuple[CorePart, ...] = ()

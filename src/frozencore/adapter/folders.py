@@ -110,7 +110,7 @@ def read_adapter(folder: str | Path) -> SavedAdapter:
     """Read a folder that ``save_pretrained`` wrote.
 
     Raises:
-        ArtifactError: A file is missing or damaged, it is another method's, or P and Q are not those of the basis id.
+        ArtifactError: A file is missing or damaged, it is another method's, or P and Q do not fit the basis id.
     """
     folder = Path(folder)
     kind = read_config(folder).get("peft_type")

@@ -44,7 +44,7 @@ PREFIX = "frozencore_"
 
 
 class BasisState(Enum):
-    """What a layer knows of an adapter's basis: the next forward pass looks, P and Q are zero, or they are set."""
+    """The state of an adapter's basis in a layer: unknown until the next forward pass looks, absent (zero), or set."""
 
     UNKNOWN = "unknown"
     ABSENT = "absent"
@@ -52,7 +52,7 @@ class BasisState(Enum):
 
 
 class BasisMark(NamedTuple):
-    """The id of the basis that P and Q of a layer are of, and what they were then, to find whether they still are.
+    """The id of the basis in a layer, and a hash and version of P and Q, which show whether they were changed since.
 
     Attributes:
         digest: The hash of P, Q and s in the dtype of the model.
@@ -73,7 +73,7 @@ def warn_of_uncalibrated(what: str, then: str) -> None:
 
     Args:
         what: The adapter, as the beginning of a sentence.
-        then: What to do after calibration.
+        then: The step that follows calibration.
     """
     zero = "its bases are zero and it changes nothing. Call frozencore.calibrate(model, dataloader)"
     warnings.warn(f"{what} was never calibrated: {zero} {then}.", UncalibratedWarning, stacklevel=4)
@@ -174,7 +174,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
                     core: Any = self.frozencore_R[adapter_name]
                     y = self._plus(y, x, P, Q, core, self.frozencore_scale[adapter_name])
             return y
-        if not torch.compiler.is_compiling():  # whose code cannot ask for its thread
+        if not torch.compiler.is_compiling():  # compiled code cannot ask for its thread
             rows.require_own_thread(self.name)
         if rows.parts:
             require_batch_axis(self, self.name)
@@ -207,7 +207,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
 
     @torch.compiler.assume_constant_result  # a compiled graph cannot read values
     def _look_for_basis(self, adapter_name: str) -> None:
-        """Raise an error if a basis that is zero is trained on; warn once if a core that is not zero is used on it."""
+        """Refuse training on a basis of zeros; warn once if a core that is not zero is used on one."""
         P, _, R = self.factors(adapter_name)
         if P.is_meta or R.is_meta:
             return
@@ -314,7 +314,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
 
     @property
     def base_samples(self) -> Tensor | None:
-        """Some values of the weight without merged adapters; for a shard, those read when the layer was wrapped."""
+        """Some values of the weight without merged adapters; for a shard, as they were when the layer was wrapped."""
         weight = self._original_weight() if self.merged and self._is_as_merged() else self.stored_layer.weight
         samples = sample_weight(weight) if weight.numel() == self.out_features * self.in_features else None
         return self._samples_at_first if samples is None else samples

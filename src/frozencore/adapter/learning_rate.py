@@ -49,8 +49,8 @@ def proposed_learning_rate(
 ) -> float | None:
     """Propose the peak learning rate of an adapter's cores for AdamW.
 
-    An example's loss is the mean over its completion tokens, as in training, whatever the moments weigh. Batches whose
-    examples cannot be taken apart give the mean gradients of several examples; E‖g‖² is then estimated from the
+    An example's loss is the mean over its completion tokens, as in training, with any weighting of the moments. Batches
+    whose examples cannot be taken apart give the mean gradients of several examples; E‖g‖² is then estimated from the
     variance between batches, and a single such batch proposes a rate that is too high.
 
     Every process of a group calls this with its batches, and all get the same rate. The model is as before
@@ -179,7 +179,7 @@ def _summed_loss(model: nn.Module, batch: Batch, spec: PassSpec) -> Tensor:
 
 
 def evenly_spaced(model: nn.Module, batches: Sequence[Batch], count: int, *, whole: bool = False) -> list[Batch]:
-    """Examples as batches of one, evenly spaced; whole batches, of so many examples in all, where they stay together.
+    """Draw examples, evenly spaced, as batches of one; where examples cannot be taken apart, whole batches.
 
     Args:
         whole: Keep every batch whole, because a user's loss may compare its rows.

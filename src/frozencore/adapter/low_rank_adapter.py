@@ -1,6 +1,6 @@
 """Saved adapters whose whole update is low-rank products: LoRAs of PEFT, and frozen cores.
 
-What PEFT computes from the files is what is read: patterns, rsLoRA and names of layers are looked up as PEFT does.
+Patterns, rsLoRA and names of layers are read as PEFT reads them, so an update is the one that PEFT computes.
 
 Shapes: m out features, n in features, k rank of an update.
 """
@@ -60,11 +60,11 @@ class LowRankAdapter:
         base: The record of the base model's weights, if there is one.
         factors: The scale of each layer, and the matrices whose product is its update: B A, or P R Qᵀ. Those of a file
             are mapped, and read when they are used; adapters on a named basis share its P and Q.
-        targets: Names of which each layer has one; None if only its full name will do.
+        targets: The names in ``target_modules``; None if a layer is named by none of them.
         num_bytes: The size of its file of weights.
         modules_to_save, modules: The names of the modules that were trained as a whole, as a classifier's head, and
             their tensors by their names in the file; ``ties_weights`` is PEFT's ``ensure_weight_tying``.
-        copies: Weights of the base model by layer. PEFT saves that of a language model's head if it is adapted.
+        copies: Weights of the base model by layer. PEFT saves the weight of an adapted head.
     """
 
     place: str
@@ -159,7 +159,7 @@ def _read_lora(place: str, folder: Path, config: Mapping[str, Any]) -> LowRankAd
 
 
 Reasons = Iterable[tuple[str, str]]
-"""What of an adapter is not low-rank products alone, and the way out."""
+"""The parts of an adapter that are no low-rank products, each with the way out."""
 
 
 def _odd_options(config: Mapping[str, Any]) -> Reasons:
@@ -190,7 +190,7 @@ def _odd_tensors(tensors: Mapping[str, Tensor]) -> Reasons:
 def _odd_scale(layer: str, A: Tensor, rank: Any, alpha: Any) -> Reasons:
     """A rank or alpha with which the scale of a layer is unknown."""
     if rank != len(A):
-        yield f"has rank {len(A)} in {layer!r} where its configuration says {rank!r:.40}", SAVE
+        yield f"has rank {len(A)} in {layer!r} where its configuration has {rank!r:.40}", SAVE
     if not isinstance(alpha, int | float) or not abs(alpha) < 1e30:
         yield f"gives {layer!r} the alpha {alpha!r:.40}", SAVE
 
@@ -244,7 +244,7 @@ def _rank_and_alpha(place: str, config: Mapping[str, Any], layer: str) -> tuple[
 
 
 def without_wrappers(name: str) -> str:
-    """The name of a layer or tensor without those of wrappers."""
+    """The name of a layer or tensor without the names of wrappers."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 

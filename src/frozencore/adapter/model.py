@@ -77,7 +77,7 @@ class FrozenCoreModel(BaseTuner):
         config = self.peft_config[adapter_name] = self.peft_config[adapter_name].for_model()
         before = {name: copy.copy(getattr(config, name)) for name in FILLED_IN}
         if config.basis is None and not config.load_bases:
-            config.attach_basis_id(None)  # the id is that of the model from which the configuration was taken
+            config.attach_basis_id(None)  # the id belongs to the model from which the configuration was taken
         if heads := HEADS.get(str(config.task_type)):
             given = config.modules_to_save or []
             config.modules_to_save = [*given, *(head for head in heads if head not in given)]
@@ -133,7 +133,7 @@ class FrozenCoreModel(BaseTuner):
                 "layer, so a core on it would have no effect. Leave it out of target_modules."
             )
         layer = target if isinstance(target, FrozenCoreLinear) else self._new_layer(target, adapter_name, current_key)
-        if layer is not target:  # first: PEFT moves what a new layer holds to its weight's device, meta if offloaded
+        if layer is not target:  # first: PEFT moves a new layer's tensors to its weight's device, meta if offloaded
             self._replace_module(parent, target_name, layer, target)
         scale = peft_config.scale_of(current_key)
         layer.update_layer(adapter_name, rank, scale, inference_mode=peft_config.inference_mode)
@@ -141,7 +141,7 @@ class FrozenCoreModel(BaseTuner):
             layer.requires_grad_(False)
 
     def _give_bases(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLinear]) -> None:
-        """Set the bases of an adapter of the same kind, the named ones, or those that need no data."""
+        """Set the bases: of an adapter of the same kind, of a named basis, or built without data."""
         if config.basis is None and config.load_bases:
             require_same_base(f"The adapter {adapter_name!r}", config.base_record, config, layers)
         elif (other := self._with_same_basis(config, adapter_name, layers)) is not None:

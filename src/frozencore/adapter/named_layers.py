@@ -232,7 +232,7 @@ def _last(name: str) -> str:
 
 
 def expand_patterns(config: Any, model: nn.Module) -> None:
-    """Replace the expressions of a configuration by the names of what PEFT finds with them."""
+    """Replace the expressions of a configuration by the names that PEFT finds with them."""
     targets, excluded = config.target_modules, config.exclude_modules
     if not (is_searched(targets) or is_searched(excluded) or config.rank_pattern or config.alpha_pattern):
         return

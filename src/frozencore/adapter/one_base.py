@@ -22,7 +22,7 @@ Shapes = Mapping[str, tuple[int, int]]
 
 
 def name_of_base(adapters: Iterable[LowRankAdapter], base: nn.Module | None) -> str | None:
-    """The name of the given base model, else the commonest that adapters give theirs."""
+    """The name of the given base model, else the base model's name in most adapters."""
     named = Counter(one.base_model for one in adapters if one.base_model)
     return getattr(base, "name_or_path", None) or next((name for name, _ in named.most_common(1)), None)
 
@@ -36,7 +36,7 @@ def other_names(adapters: Iterable[LowRankAdapter], base: nn.Module) -> list[str
 def mismatched_adapters(
     adapters: Mapping[str, LowRankAdapter], base: nn.Module | None, *, same_base: bool
 ) -> dict[str, str]:
-    """The adapters of another base model than the given one or than that of the others, with the reason.
+    """The adapters of another base model than the given one, or than the other adapters have, each with the reason.
 
     Args:
         same_base: Do not compare names. They are not compared with a given model's either.
@@ -85,7 +85,7 @@ def _other_layer(shapes: Shapes, known: Shapes) -> str | None:
 
 
 def _mixed_layer(shapes: Shapes, known: Shapes) -> str | None:
-    """A layer of another shape in the adapters before, or other names of the stacks of layers than theirs."""
+    """A layer that has another shape in earlier adapters, or stacks of layers that have other names there."""
     if reason := _other_layer({layer: shape for layer, shape in shapes.items() if layer in known}, known):
         return reason
     stacks, theirs = ({stack for layer in layers if (stack := _stack(layer))} for layers in (shapes, known))

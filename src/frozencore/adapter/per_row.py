@@ -147,7 +147,7 @@ def cores_of_rows(
 
 
 def other_modules(model: nn.Module, layers: Mapping[str, FrozenCoreLinear]) -> list[nn.Module]:
-    """What other adapters change in a model: layers besides these, and trained copies of modules."""
+    """The modules that other adapters change: layers besides these, and trained copies of modules."""
     return [
         module
         for module in model.modules()
@@ -262,7 +262,7 @@ def _find_batch_axes(base: Any, undo: ExitStack) -> None:
 
 
 def _run_small(base: nn.Module, part: nn.Module, num_rows: int, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Note in each layer that the base model calls whether its first axis has these rows; False if it does not run."""
+    """Record in each layer whether the first axis of its input is the batch; False if the model does not run."""
     adapted: list[Any] = [module for module in base.modules() if isinstance(module, ADAPTED)]
     with ExitStack() as undo:
         for module in base.modules():

@@ -1,4 +1,4 @@
-"""Frozen cores on a quantised linear layer, whose weight can be read and trained on only as it was loaded."""
+"""Frozen cores on a quantised linear layer. Its weight can be read, and trained on, only as it was loaded."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ class SharedFactors(nn.Module):
 
         Args:
             loaded: The adapters whose tensors are in the state dict.
-            cores: The adapters whose cores are in it. One without a tensor shared it when the state dict was made; if
-                several tensors are possible, torch's error names the missing one.
+            cores: The adapters whose cores are in it. An adapter without a tensor shared one when the state dict was
+                made; if several tensors are possible, torch's error names the missing one.
         """
         groups = {name: [name] for name in loaded}
         for name in cores:

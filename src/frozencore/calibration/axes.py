@@ -74,7 +74,7 @@ def find_seq_first_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> 
 def find_batch_first(
     base: nn.Module, part: nn.Module, modules: Iterable[nn.Module], num_rows: int, args: Any, kwargs: Mapping[str, Any]
 ) -> dict[nn.Module, bool] | None:
-    """Run a part of a model on so many rows: whether the rows are the first axis of each module that it calls.
+    """Run a part of a model on this number of rows, and look whether the first axis of each module's input is the rows.
 
     Returns:
         None if the part does not run on these inputs.

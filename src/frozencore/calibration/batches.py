@@ -192,7 +192,7 @@ def take_examples(batches: Iterable[Batch], num_examples: int | None, *, any_for
 
 
 def _first_examples(batch: Batch, count: int) -> Iterable[Batch]:
-    """Cut a batch after so many examples; packed rows into whole rows and the first examples of the next one."""
+    """Cut a batch after this number of examples; packed rows into whole rows and the first examples of the next row."""
     if not can_split(batch):
         return [batch]
     begins = begins_of(batch) if isinstance(batch, Mapping) else None
@@ -376,7 +376,7 @@ class CountedTokens:
 def shown_tokens(mask: Tensor) -> Bool[Tensor, "b t"]:
     """The tokens that an attention mask shows (b x t).
 
-    In a mask of packed rows (b x heads x t x t, boolean, or additive: 0 shows) they are those that see themselves.
+    In a mask of packed rows (b x heads x t x t, boolean, or additive: 0 shows) these are tokens that see themselves.
     """
     if mask.ndim == 2:
         return mask.bool()

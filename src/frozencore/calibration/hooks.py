@@ -210,7 +210,7 @@ class PassSpec:
 class _Recorded(torch.autograd.Function):
     """Identity on y. ``anchor`` is a scalar that requires a gradient, so the backward pass reaches every layer.
 
-    y is marked as changed in place: a model may then go on and change it in place, and the error is that of y before.
+    y is marked as changed in place: a model may then change it in place too, and the error is that of y before that.
     """
 
     @staticmethod

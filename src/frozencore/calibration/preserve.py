@@ -75,7 +75,7 @@ def without_randomness(model: nn.Module) -> Iterator[None]:
 
     Every rate of dropout, of skipped layers and of a router's noise is zero. transformers keeps such a rate as the
     ``p`` of a module, as a number of the module that calls a function (``dropout``, ``activation_dropout``,
-    ``layerdrop``), or reads it from the configuration in each pass. Losses that a model adds to that of the rows are
+    ``layerdrop``), or reads it from the configuration in each pass. Losses beside the loss of the rows are
     off: a router's (``output_router_logits``) and one on the size of all logits (``z_loss``). They are means over a
     pass, so a step's gradient would depend on its batches. Routers stay in evaluation, because PhiMoE's draws
     experts in training.

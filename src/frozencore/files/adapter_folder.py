@@ -23,7 +23,7 @@ UNFINISHED_FILE = "inputs.json"
 COMPRESSION_FILE = "compress.json"  # what each adapter keeps, beside the basis of `frozencore compress`
 BASIS_FOLDER, MANIFEST_FILE, RUN_FILE = "basis", "tenants.json", "run.yaml"
 RESERVED = (BASIS_FOLDER, MANIFEST_FILE, RUN_FILE, COMPRESSION_FILE)
-"""Names of other folders and files beside those of tenants."""
+"""Names of folders and files that stand beside the folders of tenants."""
 LONGEST_NAME = 100, 200
 """Characters and bytes of a tenant's name at most: file systems take 255 bytes, and files beside add to the name."""
 PEFT_TYPE = "FROZENCORE"
@@ -68,7 +68,7 @@ def damaged(directory: Path, error: Exception) -> ArtifactError:
 
 
 def forbidden_in(directory: Path) -> ArtifactError | None:
-    """The error for a file that its owner does not let us read, of which safetensors says that it does not exist."""
+    """The error for a file without the right to read it. (safetensors reports such a file as missing.)"""
     files = sorted(file for file in directory.iterdir() if file.is_file()) if directory.is_dir() else []
     forbidden = next((file for file in files if not os.access(file, os.R_OK)), None)
     if forbidden is None:
@@ -89,7 +89,7 @@ def adapter_in(folder: Path) -> Path:
 
 
 def require_header(folder: Path) -> None:
-    """Check that a folder is that of a basis.
+    """Check that a folder is the folder of a basis.
 
     Raises:
         ArtifactError: It is not.

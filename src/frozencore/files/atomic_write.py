@@ -36,7 +36,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def remove_left(folder: Path, name: str = "*") -> None:
-    """Remove what killed writers left; call it only if no other writer is running.
+    """Remove the temporary files of killed writers; call it only if no other writer is running.
 
     A folder that was set aside for a new one is put back if the new one is not there.
     """

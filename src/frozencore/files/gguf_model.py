@@ -80,7 +80,7 @@ def _named(model: Any, file: Path) -> Any:
 
 
 def unpack_weights(model_class: Any, dtype: str, loading: dict[str, Any]) -> Any:
-    """Load and unpack the weights in a GGUF file; the arguments are those of :func:`read_weights`."""
+    """Load and unpack the weights in a GGUF file; the arguments are as in :func:`read_weights`."""
     whole = {}
     if hasattr(transformers, "GgufConfig"):  # versions that can leave the weights packed
         whole["quantization_config"] = transformers.GgufConfig(dequantize=True)

@@ -90,7 +90,7 @@ def singular_energies(B: Float[torch.Tensor, "m k"], A: Float[torch.Tensor, "k n
 
 
 class CutAlone:
-    """What one adapter keeps if it is cut alone: singular directions are dropped, those of least energy a value first.
+    """The share that one adapter keeps if it is cut alone: directions with the least energy a value are dropped first.
 
     Args:
         energies: The squared singular values of each layer.
@@ -112,7 +112,7 @@ class CutAlone:
 
 
 def sharing_keeps_more_from(alone: Sequence[CutAlone], kept: float, basis: int, core: int) -> int | None:
-    """The number of adapters like these from which a shared basis keeps more than cutting each alone to the same size.
+    """The number of adapters from which a shared basis keeps more than cutting each adapter alone to the same size.
 
     Args:
         kept: The share that the shared basis keeps of an adapter, on average, taken to be the same for any number.
@@ -127,7 +127,10 @@ def sharing_keeps_more_from(alone: Sequence[CutAlone], kept: float, basis: int, 
 
     if not pays(MOST_ADAPTERS):
         return None
-    low, high = 0, MOST_ADAPTERS  # what a cut keeps falls with the number, so halving finds the first that pays
+    low, high = (
+        0,
+        MOST_ADAPTERS,
+    )  # a cut keeps less of more adapters, so bisection finds the first that pays
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if pays(middle) else (middle, high)

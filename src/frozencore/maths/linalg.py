@@ -264,7 +264,7 @@ def weighted_sum(cores: Sequence[torch.Tensor], weights: Sequence[float]) -> tor
     """``Σ wᵢ Rᵢ`` of cores r x r, summed in float64, in the dtype of the first.
 
     Raises:
-        ConfigError: The number of weights is not that of cores.
+        ConfigError: There are more or fewer weights than cores.
     """
     if len(weights) != len(cores):
         raise ConfigError(f"A sum of {len(cores)} adapters needs as many weights, but {list(weights)} was given.")

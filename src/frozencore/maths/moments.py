@@ -207,7 +207,7 @@ def _add_blocks(
     """``total += leftᵀ right``, of a matrix with itself in five eighths of the products: the rest is a copy.
 
     Args:
-        splits: Multiply bfloat16 values twice: the product, rounded, and what rounding took from it.
+        splits: Multiply bfloat16 values twice: once for the rounded product, once for its rounding error.
     """
     is_gram, width = left is right, -(-len(total) // BLOCKS)
     if not splits:
@@ -224,7 +224,7 @@ def _add_blocks(
 
 @cache
 def _splits() -> bool:
-    """Whether this CPU multiplies bfloat16 fast, and sums products and what is added to them in float32."""
+    """Whether this CPU multiplies bfloat16 fast, and sums in float32."""
     if not getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)():
         return False
     values = torch.randn(512, 64, generator=torch.Generator().manual_seed(0)).bfloat16()

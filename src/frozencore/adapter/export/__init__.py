@@ -1,1 +1,1 @@
-"""Leaving: an exact LoRA, plain weights, and what serving engines ask of either."""
+"""Exports: an exact LoRA, merged weights, a basis model with tenants, ONNX, links; and the rules of serving engines."""

@@ -77,7 +77,7 @@ def export_basis_model(
         base: Folder, GGUF file or hub id of the base model; by default the one that the basis or adapter names.
         dtype: The dtype of the base weights; ``auto`` keeps theirs. P and Q are written as they are.
         with_code: Put the architecture's code into the folder too, for engines that have no frozencore; they must then
-            be told to trust it.
+            be started with their option to trust a model's code.
 
     Raises:
         ArtifactError: The basis is damaged or of another base model, or ``out`` exists.
@@ -218,7 +218,7 @@ def export_tenant(
         adapter_name: Which adapter of the model; the active one by default.
         basis_model: Folder of the basis model, to check that its basis is the adapter's. Without
             it nothing is checked: cores on another basis give wrong outputs, and no engine notices. The tenant names it
-            in these words; vLLM finds a tenant on demand only if vLLM's ``--model`` is the same text.
+            by this text; vLLM finds a tenant on demand only if its ``--model`` is the same text.
         dtype: The dtype of the factors. Half precision halves the file and costs about 0.2 % of the update in bfloat16.
 
     Raises:
@@ -249,8 +249,8 @@ def export_tenant(
 def tenant_weights(model: nn.Module, *, adapter_name: str | None = None, dtype: torch.dtype = torch.float32) -> bytes:
     """Return the cores as the weights file of a tenant, for an engine that takes them from memory.
 
-    They are what :func:`export_tenant` writes, without the identity matrices A. On the engine's side
-    :class:`frozencore_vllm.TenantWorker` reads them, and refuses those of another basis.
+    They are the tensors that :func:`export_tenant` writes, without the identity matrices A. In the engine
+    :class:`frozencore_vllm.TenantWorker` reads them, and refuses cores on another basis.
 
     Args:
         adapter_name: Which adapter of the model; the active one by default.

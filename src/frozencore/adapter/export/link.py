@@ -57,7 +57,7 @@ def export_qr(directory: str | Path, out: str | Path, bits: int = 4) -> int:
 
     Raises:
         ArtifactError: The core has more bytes than a QR code.
-        ConfigError: As there, the file is to be another kind of picture, or the extra ``onnx`` is missing.
+        ConfigError: The adapter has no core alone, ``out`` is no .png or .svg, or the extra ``onnx`` is missing.
     """
     out = Path(out)
     if find_spec("segno") is None:

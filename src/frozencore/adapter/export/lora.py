@@ -3,7 +3,7 @@
 With a lower rank, the result is the best LoRA of that rank in Frobenius norm: the leading singular triples.
 
 Shapes: m out features, n in features, r rank; ``lora_A.weight`` is r x n, ``lora_B.weight`` m x r.
-The directory has what stock PEFT, vLLM, SGLang and llama.cpp read alike: one rank, ``lora_alpha`` equal to it, plain
+Stock PEFT, vLLM, SGLang and llama.cpp all read the directory: one rank, ``lora_alpha`` equal to it, plain
 float factors in pairs, and all layers that engines pack together.
 """
 

@@ -1,6 +1,6 @@
 """A base model with a basis in it for ONNX Runtime, and the cores that it takes by request.
 
-The graph is what the model builder of onnxruntime-genai writes, with its cache of keys and values. Each adapted layer
+The model builder of onnxruntime-genai writes the graph, with its cache of keys and values. Each adapted layer
 becomes ``y = Wx + s·P (R (Qᵀ x))``:
 
     model.onnx, model.onnx.data   the graph, and the base model's weights as the builder wrote them

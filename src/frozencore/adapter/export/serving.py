@@ -17,7 +17,7 @@ def vllm_max_rank(rank: int) -> int | None:
 
 
 def head_size(model: Path) -> int | None:
-    """The values of an attention head of the model in a folder; None if its configuration does not say."""
+    """The values of an attention head of the model in a folder; None if its configuration does not give it."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
     return config.get("head_dim") or (width // heads if width and heads else None)
