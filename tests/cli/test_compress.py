@@ -120,7 +120,8 @@ def test_a_core_trained_on_is_saved_if_its_score_is_a_number_and_the_rest_is_sho
     """Whether the products of a core of 1e30 overflow depends on the processor; an infinite core diverges on each."""
     import frozencore.tune.compressed as compressed
 
-    monkeypatch.setattr(compressed, "RATE", rate)
+    monkeypatch.setattr(compressed, "SHARE_OF_RATE", 1.0)
+    monkeypatch.setattr(compressed, "learning_rate_of", lambda *_: rate)
     words = ["compress", loras / "anna", "--rank", 4, "--out", tmp_path / "shop", "--model", "pocket"]
     (rows := tmp_path / "rows").mkdir()
     (rows / "anna.jsonl").write_bytes((loras / "rows/anna.jsonl").read_bytes())

@@ -158,20 +158,15 @@ def adapt(
     return Adapted(model, targets, made)
 
 
-def learning_rate_of(adapted: Adapted, inputs: Inputs, rows: Sequence[TokenRow]) -> float:
+def learning_rate_of(model: Any, pad_id: int, rows: Sequence[TokenRow]) -> float:
     """The learning rate that the calibration of the basis proposed; without one it is measured on training rows.
 
     Raises:
         ConfigError: The rows have no gradient, so any rate is as good.
     """
-    config: Any = adapted.model.peft_config["default"]
-    rate: float | None = config.learning_rate
-    rate = rate or proposed_learning_rate(
-        adapted.model,
-        frozen_core_layers(adapted.model, "default"),
-        "default",
-        make_batches(rows, pad_id=inputs.encoder.pad_id, batch_size=1),
-    )
+    rate: float | None = model.peft_config["default"].learning_rate
+    batches = make_batches(rows, pad_id=pad_id, batch_size=1)
+    rate = rate or proposed_learning_rate(model, frozen_core_layers(model, "default"), "default", batches)
     if rate is None:
         raise ConfigError("The gradients of the cores are zero or not finite: no rate is known. Give --learning-rate.")
     return rate

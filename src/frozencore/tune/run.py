@@ -123,7 +123,8 @@ def execute(
                     save_start(adapted, method, out / START)
 
         if recipe.learning_rate is None:
-            recipe = replace(recipe, learning_rate=learning_rate_of(adapted, inputs, inputs.rows.train))
+            rate = learning_rate_of(adapted.model, inputs.encoder.pad_id, inputs.rows.train)
+            recipe = replace(recipe, learning_rate=rate)
         if start is not None:
             swap_core(adapted.model, start)
         report = train(

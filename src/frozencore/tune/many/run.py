@@ -113,7 +113,7 @@ def execute_many(
             )
         for name in to_train:
             if tenants[name].recipe.learning_rate is None:
-                rate = learning_rate_of(adapted, inputs, tenants[name].rows)
+                rate = learning_rate_of(adapted.model, inputs.encoder.pad_id, tenants[name].rows)
                 tenants[name] = replace(tenants[name], recipe=replace(tenants[name].recipe, learning_rate=rate))
         if start is not None:
             swap_core(adapted.model, start)
