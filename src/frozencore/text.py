@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 from unicodedata import category
 
 NORMAL_95 = 1.96  # deviations of a normal distribution on each side of its middle 95 %
+HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # a text may have one alone, which no UTF-8 has
 _LAYOUT = re.compile(r"(?:\r\n|[\n\t]|[^\S\r\v\f\x1c-\x1f\x85\u2028\u2029])+")
 
 

@@ -18,7 +18,8 @@ from rich.text import Text
 
 import frozencore
 import frozencore_lab
-from frozencore.cli.display import PlainConsole, StageDisplay
+from frozencore.cli.display import PlainConsole
+from frozencore.cli.stages import StageDisplay
 from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.reports.comparison import read_task_means
 from frozencore_lab.reports.report import Document, Section, document_page

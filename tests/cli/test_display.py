@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from rich.console import Console, Group
 from rich.text import Text
 
-from frozencore.cli.display import PlainConsole, StageDisplay, table_of
+from frozencore.cli.display import PlainConsole, table_of
+from frozencore.cli.stages import StageDisplay
 
 
 def test_on_a_terminal_each_stage_is_one_bar_that_moves_to_its_total_and_keeps_its_last_note() -> None:

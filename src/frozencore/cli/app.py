@@ -21,9 +21,8 @@ from frozencore.cli.verbs import GROUPS, NOTHING_KEPT, Verb, add_verbs, all_verb
 from frozencore.device import is_out_of_memory
 from frozencore.errors import CalibrationError, ConfigError, FrozenCoreError
 from frozencore.quiet import ignore_known_warnings
-from frozencore.text import nearest_name, num_of, one_line
+from frozencore.text import HALF_A_CHARACTER, nearest_name, num_of, one_line
 from frozencore.tune.processes import is_first, refuse_several
-from frozencore.tune.rows import HALF_A_CHARACTER
 
 BASIC_FLAGS = (
     "model", "data", "columns", "eval_data", "task", "tenants", "data_root", "max_length", "calibration_size",

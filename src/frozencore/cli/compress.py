@@ -10,9 +10,9 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from frozencore.cli.display import StageDisplay, console, table_of
-from frozencore.cli.flags import flag
-from frozencore.cli.tune import print_other_files
+from frozencore.cli.display import console, table_of
+from frozencore.cli.flags import flag, print_unread_files
+from frozencore.cli.stages import StageDisplay
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config
 from frozencore.files.atomic_write import check_output
@@ -62,7 +62,7 @@ def compress(
         raise ConfigError("--tenants scores rows with the base model: give it with --model.")
     if tenants is not None:
         find_tenants(tenants)
-        print_other_files(tenants)
+        print_unread_files(tenants)
     if not skip_bad:
         for place in adapters:
             read_config(adapter_in(folder_of(place)))  # a wrong path is refused before torch is imported

@@ -11,8 +11,9 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
-from frozencore.cli.display import StageDisplay, console, table_of
+from frozencore.cli.display import console, table_of
 from frozencore.cli.flags import flag
+from frozencore.cli.stages import StageDisplay
 from frozencore.errors import ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import adapter_in, folder_of
 from frozencore.tune.folder import RECORD, record_of_run, require_new

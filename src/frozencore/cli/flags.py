@@ -15,15 +15,17 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from frozencore.cli.display import console
 from frozencore.cli.foreign_flags import counterpart
 from frozencore.cli.verbs import NOTHING_KEPT
 from frozencore.constructors import described
 from frozencore.errors import ConfigError
+from frozencore.files.adapter_folder import RUN_FILE
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.options import Option
-from frozencore.text import flag_of, nearest_name
+from frozencore.text import flag_of, nearest_name, one_line
 from frozencore.tune.config import ALIASES, make_config, run_options
-from frozencore.tune.folder import OPTIONS_FILE
+from frozencore.tune.locate import other_files
 from frozencore.tune.methods import METHODS
 from frozencore.tune.rows.sources import TASK, source_kind
 
@@ -52,12 +54,12 @@ def _take_resumed(context: typer.Context, param: typer.CallbackParam, value: Any
     context.meta[str(param.name)] = value
     out, resumed = context.meta.get("output"), context.meta.get("resume")
     if resumed and out is not None:
-        file = Path(out) / OPTIONS_FILE
+        file = Path(out) / RUN_FILE
 
         def refuse() -> None:  # called only if neither the command line nor a file names the model
             raise ConfigError(
                 f"--resume continues the run in --out, but there is nothing to resume in {out}: it has no "
-                f"{OPTIONS_FILE}. Give its folder, or --model and the other options of a new run."
+                f"{RUN_FILE}. Give its folder, or --model and the other options of a new run."
             )
 
         of_run = _flags_in(context, file) if file.is_file() else {"model": refuse}
@@ -184,6 +186,13 @@ def require_out(output: Path | None) -> Path:
     if output is None:
         raise ConfigError("A run needs a new folder, but none is named. Give --out DIR, or --dry-run to write nothing.")
     return output
+
+
+def print_unread_files(tenants: Path) -> None:
+    """Name the files in a folder of tenants that are not row files."""
+    if others := other_files(tenants):
+        line = f"Not rows of a tenant, so not read: {', '.join(others)} ({len(others)} in {tenants})"
+        console.print(one_line(line, 1000), style="yellow", soft_wrap=True)
 
 
 @contextmanager

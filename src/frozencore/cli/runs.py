@@ -10,9 +10,10 @@ from rich.console import Group
 from rich.text import Text
 
 from frozencore.adapter.calibrate import Calibration
-from frozencore.cli.display import StageDisplay, console, table_of
+from frozencore.cli.display import console, table_of
 from frozencore.cli.inspect import calibration_summary
 from frozencore.cli.run_screen import of_setup, of_start, run_summary, sample_lines, size_lines
+from frozencore.cli.stages import StageDisplay
 from frozencore.errors import FrozenCoreError, RankError
 from frozencore.text import bytes_in_words, num_of
 from frozencore.tune.calibrate_only import execute_calibration

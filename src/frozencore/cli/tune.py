@@ -7,11 +7,20 @@ from typing import Annotated
 
 import typer
 
-from frozencore.cli.display import StageDisplay, console
-from frozencore.cli.flags import DryRun, Out, Resume, RunCommand, require_out, told_if_nothing_is_kept
+from frozencore.cli.display import console
+from frozencore.cli.flags import (
+    DryRun,
+    Out,
+    Resume,
+    RunCommand,
+    print_unread_files,
+    require_out,
+    told_if_nothing_is_kept,
+)
+from frozencore.cli.stages import StageDisplay
 from frozencore.errors import ConfigError
 from frozencore.files.hub import hub_client
-from frozencore.text import num_of, one_line
+from frozencore.text import num_of
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import (
     ADAPTER,
@@ -22,7 +31,7 @@ from frozencore.tune.folder import (
     require_new,
     require_same_options,
 )
-from frozencore.tune.locate import find_tenants, other_files, require_files, require_tenant_files
+from frozencore.tune.locate import find_tenants, require_files, require_tenant_files
 from frozencore.tune.many.folder import refuse_taken
 from frozencore.tune.processes import is_first, num_started, refuse_several
 
@@ -83,13 +92,6 @@ def _dry_run(config: RunConfig, slots: int | None = None) -> None:
         console.print(line, soft_wrap=True)
 
 
-def print_other_files(tenants: Path) -> None:
-    """Name what a folder of tenants holds beside their row files."""
-    if others := other_files(tenants):
-        line = f"Not rows of a tenant, so not read: {', '.join(others)} ({len(others)} in {tenants})"
-        console.print(one_line(line, 1000), style="yellow", soft_wrap=True)
-
-
 def _print_resumed(output: Path) -> None:
     """Print from which checkpoint a run resumes."""
     kept = interrupted_work(output)
@@ -114,7 +116,7 @@ def _tune_many(
     dry_run: DryRun = False,
 ) -> None:
     require_tenant_files(config)
-    print_other_files(tenants)
+    print_unread_files(tenants)
     if dry_run:
         refuse_several("--dry-run")
         _dry_run(config, slots)
@@ -167,7 +169,7 @@ def _calibrate(
     (require_files if tenants is None else require_tenant_files)(config)
     require_new(output, RECORD, ADAPTER, BASIS)
     if tenants is not None:
-        print_other_files(tenants)
+        print_unread_files(tenants)
     with StageDisplay(console) as progress:
         from frozencore.cli import runs
 

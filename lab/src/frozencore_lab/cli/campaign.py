@@ -123,7 +123,7 @@ def one(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
 ) -> None:
     """Make one run, unless it is done; for Slurm arrays."""
-    from frozencore.cli.display import StageDisplay
+    from frozencore.cli.stages import StageDisplay
 
     with StageDisplay(console) as progress:
         from frozencore_lab.cli.campaign_lines import run_one

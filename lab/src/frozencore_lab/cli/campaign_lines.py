@@ -14,7 +14,8 @@ from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, Tim
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from frozencore.cli.display import LABELS, table_of
+from frozencore.cli.display import table_of
+from frozencore.cli.stages import LABELS
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.text import Progress, num_of, time_in_words
 from frozencore.tune.record import Failure, RunRecord

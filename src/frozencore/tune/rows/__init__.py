@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ from typing import Any
 
 from frozencore.errors import DataError
 
-HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # JSON may hold one alone, which no tokenizer takes
 NOT_WRITTEN = "the chat template does not write"
 CONTROL = "the control token"
 """The beginnings of notes on a row whose text was not changed."""

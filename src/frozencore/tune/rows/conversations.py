@@ -16,7 +16,8 @@ from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.tune.rows import HALF_A_CHARACTER, NOT_WRITTEN
+from frozencore.text import HALF_A_CHARACTER
+from frozencore.tune.rows import NOT_WRITTEN
 from frozencore.tune.rows.row_sources import json_or_value
 
 Message = Mapping[str, Any]
