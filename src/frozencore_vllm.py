@@ -46,7 +46,7 @@ CORE, CORE_KEY = PARTS[2], "frozencore_core_"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 BITS = (8, 4, 2)
 MOST_CACHED, STAYS_S = 4096, 3600.0
-"""Tenants in the cache folder, beyond which those are removed that nobody has asked for in so many seconds."""
+"""With more tenants in the cache folder, those are removed that no request has named for so many seconds."""
 
 
 def register() -> None:
@@ -75,7 +75,7 @@ class Version:
     folder: Path
 
     def is_current(self) -> bool:
-        """Whether the tenant and its LoRA are there as they were; the LoRA is then in use."""
+        """Return whether the tenant and its LoRA are unchanged; the LoRA is then marked as used."""
         try:
             os.utime(self.folder)
             return _stamp(self.file) == self.stamp and (self.folder / WEIGHTS).is_file()
@@ -87,7 +87,7 @@ class Tenants:
     """The folder of tenants, and the cache of their LoRAs.
 
     Args:
-        folder: ``NAME/adapter`` or ``NAME`` holds the adapter of a tenant.
+        folder: ``NAME/adapter`` or ``NAME`` is the adapter of a tenant.
     """
 
     def __init__(self, folder: Path, cache: Path) -> None:
@@ -153,8 +153,8 @@ class Tenants:
 
 
 def _stamp(file: Path) -> tuple[int, int, int]:
-    found = file.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _cores(name: str, tensors: Mapping[str, Tensor], entry: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -245,7 +245,7 @@ _LARGEST_KEPT = 256  # cores of a batch that a layer keeps for the next one
 
 
 class _Batch(NamedTuple):
-    """The tenants of a batch: neighbouring rows of one tenant are a group, where all groups have as many rows."""
+    """The tenants of a batch: neighbouring rows of one tenant are a group if all groups have equally many rows."""
 
     cores: Tensor  # of each group
     rows_each: int
@@ -253,7 +253,7 @@ class _Batch(NamedTuple):
 
 
 def _note_batches(punica: Any) -> None:
-    """Let vLLM's account of a batch, made when the rows' tenants change, also hold a :class:`_Batch`."""
+    """Add a :class:`_Batch` to vLLM's metadata of a batch, which is made when the rows' tenants change."""
     update = punica.update_metadata
 
     def update_metadata(*args: Any, **given: Any) -> None:
@@ -338,7 +338,7 @@ class TenantWorker:
     def put_tenant(self: Any, number: int, weights: bytes) -> None:
         """Load a tenant under a number, in place of the one that has it, and into a slot.
 
-        vLLM's prefix cache is not told: call ``llm.reset_prefix_cache()`` after a tenant was replaced. A tenant that
+        vLLM's prefix cache stays as it is: call ``llm.reset_prefix_cache()`` after a tenant was replaced. A tenant that
         vLLM evicts (``max_cpu_loras``) must be put again.
 
         Args:

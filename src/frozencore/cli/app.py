@@ -163,10 +163,10 @@ def _call(command: TyperGroup, words: Sequence[str]) -> None:
     except typer.Exit as end:
         sys.exit(end.exit_code)
     except UsageError as error:
-        said = error.format_message()  # type: ignore[attr-defined]
-        if not said:  # a group of verbs without a verb: its help is printed already
+        message = error.format_message()  # type: ignore[attr-defined]
+        if not message:  # a group of verbs without a verb: its help is printed already
             sys.exit(REFUSED)
-        raise ConfigError(f"{one_line(said).rstrip('.')}. See `{_help_of(command, words)}`.") from None
+        raise ConfigError(f"{one_line(message).rstrip('.')}. See `{_help_of(command, words)}`.") from None
 
 
 def _words() -> list[str]:

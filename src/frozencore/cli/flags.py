@@ -33,20 +33,20 @@ PANELS = {
     "model": "Model", "rows": "Rows", "method": "Method and bases", "training": "Training", "scoring": "Scoring",
     "verb": "Run",
 }  # fmt: skip
-"""The groups of flags in the help, by the part of the configuration that holds them; the last: a verb's own flags."""
+"""The groups of flags in the help, by the part of the configuration; the last is for the flags of one verb."""
 METAVARS = {int: "<int>", float: "<float>", Path: "<path>"}
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
 
 
-def flag(name: str, said: str | None = None) -> Any:
-    """Typer's flag of one option of a run, for a verb that takes a few of them; ``said`` replaces the option's help."""
+def flag(name: str, help_text: str | None = None) -> Any:
+    """Typer's flag of one option of a run, for a verb that takes a few; ``help_text`` replaces the option's help."""
     option = run_options()[name]
 
     def check(given: Any) -> Any:
         option.parse(given, flag_of(name))
         return given
 
-    return typer.Option(help=said or help_of(option), autocompletion=_completions(option), callback=check)
+    return typer.Option(help=help_text or help_of(option), autocompletion=_completions(option), callback=check)
 
 
 def _take_resumed(context: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
@@ -99,9 +99,9 @@ class RunCommand:
     def __signature__(self) -> Signature:  # of the current table of constructors
         flags = [self._flag(option) for name, option in run_options().items() if name not in self._without]
         flags += [_task_flag(alias) for alias, name in ALIASES.items() if name not in self._without]
-        own = dict(signature(self._verb, eval_str=True).parameters)
-        own["config_file"] = Parameter("config_file", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
-        for name, parameter in own.items():
+        of_verb = dict(signature(self._verb, eval_str=True).parameters)
+        of_verb["config_file"] = Parameter("config_file", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
+        for name, parameter in of_verb.items():
             if name != "config":
                 _, info = get_args(parameter.annotation)
                 info.rich_help_panel = info.rich_help_panel or PANELS["verb"]
@@ -112,14 +112,14 @@ class RunCommand:
     def __call__(self, **given: Any) -> None:
         known, context = run_options(), given.pop("config_file")
         tasks = {alias: task for alias in ALIASES if (task := given.pop(alias, None)) is not None}
-        own = {name: value for name, value in given.items() if name not in known}
+        of_verb = {name: value for name, value in given.items() if name not in known}
         named = [name for name in known.keys() & given.keys() if context.get_parameter_source(name).name != "DEFAULT"]
         values = {name: known[name].parse(given[name], flag_of(name)) for name in named}
-        if (tenants := own.get("tenants")) is not None:
+        if (tenants := of_verb.get("tenants")) is not None:
             if values.get("data") is not None or "task" in tasks:
                 raise ConfigError("--tenants and --data name the same thing. Leave one out.")
             values["data"] = str(tenants)
-        self._verb(make_config(**values, **tasks), **own)
+        self._verb(make_config(**values, **tasks), **of_verb)
 
     def _flag(self, option: Any) -> Parameter:
         """Typer's flag of an option. Values are read as text, so that each wrong one is refused in the same words."""
@@ -145,15 +145,15 @@ class RunCommand:
 
 def help_of(option: Option) -> str:
     """The help of an option: its description, the constructors that read it, and its values."""
-    said = described(option)
+    text = described(option)
     if option.name == "method":
         words = (f"{name} ({row.basis_source})" if row.basis_source else name for name, row in METHODS.items())
-        said = f"{said.rstrip('.')}, with the source of its bases or the kind of its values: {', '.join(words)}."
+        text = f"{text.rstrip('.')}, with the source of its bases or the kind of its values: {', '.join(words)}."
     if any(get_origin(kind) is Literal for kind in option.kinds[:1]):
-        said += f" {option.rule.capitalize()}."
+        text += f" {option.rule.capitalize()}."
     if option.takes_several and not option.is_repeated:
-        said += " Several are separated by commas."
-    return said
+        text += " Several are separated by commas."
+    return text
 
 
 def _completions(option: Option) -> Callable[[str], list[str]]:
@@ -196,7 +196,7 @@ def print_unread_files(tenants: Path) -> None:
 
 
 @contextmanager
-def told_if_nothing_is_kept(kept: Callable[[], object]) -> Iterator[None]:
+def note_if_nothing_kept(kept: Callable[[], object]) -> Iterator[None]:
     """Note on Ctrl-C and SIGTERM whether the verb has left something to continue from."""
     try:
         yield

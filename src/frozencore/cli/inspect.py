@@ -110,7 +110,7 @@ def contents(folder: Path) -> Iterator[Text]:
 
 
 def _of_basis(basis: Basis, folder: Path) -> Iterator[str]:
-    """Yield what a basis was made of and for; beside that of `frozencore compress`, what each adapter keeps too."""
+    """Yield what a basis was made from; for one of `frozencore compress` also the share that each adapter keeps."""
     yield one_line(f"Basis {basis.id} of {basis.base_model}: {basis.calibrated_on}")
     if (beside := folder.parent / COMPRESSION_FILE).is_file():
         first, *rest = _of_compression(beside.read_text(encoding="utf-8"))
@@ -203,7 +203,7 @@ def layer_table(
 ) -> Group:
     """Show quantities of the layers, and explain their headings.
 
-    Without ``every_layer`` a line holds the smallest, middle and largest value of a quantity, and its worst layer.
+    Without ``every_layer`` a line has the smallest, middle and largest value of a quantity, and its worst layer.
     """
     headings = [*(["m x n"] if every_layer and shapes else []), *columns]
     if every_layer:
@@ -234,5 +234,5 @@ def _spread(heading: str, column: Column, layers: Sequence[str]) -> Iterator[tup
 def _cell(heading: str, value: float | None) -> str:
     if value is None:
         return ""
-    own = QUANTITIES.get(heading, ("", "", ""))[1]
-    return format(value, own or ("," if isinstance(value, int) else ".3g"))
+    number_format = QUANTITIES.get(heading, ("", "", ""))[1]
+    return format(value, number_format or ("," if isinstance(value, int) else ".3g"))

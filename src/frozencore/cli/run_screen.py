@@ -171,7 +171,7 @@ def run_summary(record: TunedRecord) -> Group:
 
 
 def _of_matches(record: TunedRecord) -> Iterator[str]:
-    """Say why no completion of own rows was right before training, or none after it."""
+    """Say why no completion of the user's rows was right before training, or none after it."""
     if record.task is not None or not record.has("accuracy") or 0 not in (record.accuracy_before, record.accuracy):
         return
     rule = "an answer counts if it is the row's completion to the letter"

@@ -13,9 +13,9 @@ from frozencore.cli.flags import (
     Out,
     Resume,
     RunCommand,
+    note_if_nothing_kept,
     print_unread_files,
     require_out,
-    told_if_nothing_is_kept,
 )
 from frozencore.cli.stages import StageDisplay
 from frozencore.errors import ConfigError
@@ -66,7 +66,7 @@ def _tune(
         hub_client().require_upload(push_to_hub)
     if resume:
         _print_resumed(output)
-    kept = told_if_nothing_is_kept(lambda: interrupted_work(output) or (output / RECORD).is_file())
+    kept = note_if_nothing_kept(lambda: interrupted_work(output) or (output / RECORD).is_file())
     with kept, StageDisplay(console) as progress:
         from frozencore.cli import runs
 
@@ -131,7 +131,7 @@ def _tune_many(
 
     if resume:
         console.print(f"{num_kept()} of {num_of(len(names), 'tenant')} have their result in {output}")
-    with told_if_nothing_is_kept(num_kept), StageDisplay(console) as stages:
+    with note_if_nothing_kept(num_kept), StageDisplay(console) as stages:
         from frozencore.cli import runs
 
         stages.started()

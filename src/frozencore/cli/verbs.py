@@ -26,8 +26,8 @@ class Verb:
     """A verb of the command line.
 
     Attributes:
-        place: Module and attribute of its function, or of its own verbs: ``".tune:tune"``. A leading dot means this
-            package.
+        place: Module and attribute of its function, or of its group of verbs: ``".tune:tune"``. A leading dot means
+            this package.
         example: Command lines for its help, without ``frozencore``.
         when_ended_early: How to continue after Ctrl-C, if something is saved.
         by_several: Whether several processes, such as those of torchrun, may share its work.
@@ -109,15 +109,15 @@ def add_verbs(app: typer.Typer, words: Collection[str]) -> None:
     for verb in all_verbs():
         module, _, attribute = verb.place.partition(":")
         called = getattr(import_module(module, __package__), attribute) if verb.name in words else lambda: None
-        told: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "help": verb.help,
             "epilog": "\n\n".join(("For example:", *verb.examples)),
             "rich_help_panel": verb.group,
         }
         if isinstance(called, typer.Typer):
-            app.add_typer(called, name=verb.name, **told)
+            app.add_typer(called, name=verb.name, **settings)
         else:
-            app.command(verb.name, **told)(called)
+            app.command(verb.name, **settings)(called)
 
 
 def refuse_unknown_verb(words: Sequence[str]) -> None:

@@ -148,12 +148,12 @@ def adapt(
         captures = calibration.captures
     else:
         captures = _captures(model, known.moments) if config.entry.has_bases else {}
-    said = sorted({str(one.message) for one in caught if one.category is UserWarning})
+    messages = sorted({str(one.message) for one in caught if one.category is UserWarning})
     made = CalibratedAdapter(
         calibration=None if calibration is None else CalibrationSummary.of(calibration),
         alignment=Alignment.of(captures),
         time_s=time_s,
-        warnings=(*limits_of_basis(config.basis), *said),
+        warnings=(*limits_of_basis(config.basis), *messages),
     )
     return Adapted(model, targets, made)
 

@@ -68,7 +68,7 @@ def compress_scored(
     def score_first(names: Collection[str]) -> None:
         if to_score is not None:
             rows = {name: rows_of_one for name, rows_of_one in to_score[1].items() if name in names}
-            scores.update(score_own(to_score[0], rows, named, progress))
+            scores.update(score_adapters(to_score[0], rows, named, progress))
 
     done = compress_adapters(
         named, out, rank=rank, base=base, same_base=same_base, skip_bad=skip_bad, bits=bits, ready=score_first,
@@ -99,13 +99,13 @@ def read_rows_of(
 
 
 Scores = dict[str, dict[str, Score | str]]
-"""By tenant and arm; the reason where training on diverged."""
+"""Scores by tenant and arm; the reason in place of a score if training on diverged."""
 
 
-def score_own(
+def score_adapters(
     inputs: Inputs, rows: Mapping[str, TenantRows], adapters: Mapping[str, str | Path], progress: Progress
 ) -> Scores:
-    """Score each tenant's held-out rows with the base model and its own adapter, before anything is written.
+    """Score each tenant's held-out rows with the base model and with its adapter, before anything is written.
 
     Args:
         adapters: The adapters to compress, by name.
@@ -113,13 +113,13 @@ def score_own(
     Raises:
         ArtifactError: An adapter does not go on the base model.
     """
-    held, found = BaseWithAdapter(inputs.model), Scores()
-    for name, own in rows.items():
-        folder, found[name] = adapter_in(folder_of(str(adapters[name]))), {}
+    base, scores = BaseWithAdapter(inputs.model), Scores()
+    for name, tenant_rows in rows.items():
+        folder, scores[name] = adapter_in(folder_of(str(adapters[name]))), {}
         for arm, place in (("base", None), ("own", folder)):  # an adapter changes the base model in place
-            found[name][arm] = _score(inputs, own, held.with_adapter(place), f"{name}, {arm}", progress)
-    held.without_adapter()
-    return found
+            scores[name][arm] = _score(inputs, tenant_rows, base.with_adapter(place), f"{name}, {arm}", progress)
+    base.without_adapter()
+    return scores
 
 
 def score_cores(
@@ -130,19 +130,19 @@ def score_cores(
     Args:
         bits: Bits of a saved value of the cores that are trained on.
         shop: The folder of ``frozencore compress``.
-        scores: What :func:`score_own` found, of the tenants to score.
+        scores: The scores that :func:`score_adapters` returned.
     """
     method = find_method("compressed")
     options = MethodConfig(basis=str(shop / BASIS))
     model = add_adapter(method, inputs.model, options)
     for name in scores:
-        own = rows[name]
+        tenant_rows = rows[name]
         swap_core(model, shop / name / ADAPTER)
-        scores[name]["compressed"] = _score(inputs, own, model.eval(), f"{name}, compressed", progress)
-        rate = SHARE_OF_RATE * learning_rate_of(model, inputs.encoder.pad_id, own.rows.train)
-        recipe = replace(recipe_of(own.config.training, method, own.rows, model), learning_rate=rate)
+        scores[name]["compressed"] = _score(inputs, tenant_rows, model.eval(), f"{name}, compressed", progress)
+        rate = SHARE_OF_RATE * learning_rate_of(model, inputs.encoder.pad_id, tenant_rows.rows.train)
+        recipe = replace(recipe_of(tenant_rows.config.training, method, tenant_rows.rows, model), learning_rate=rate)
         done: dict[str, Trained] = {}
-        tenant = {name: Tenant(own.rows.train, recipe)}
+        tenant = {name: Tenant(tenant_rows.rows.train, recipe)}
         train_many(model, tenant, done.update, pad_id=inputs.encoder.pad_id, progress=progress)
         if (why := done[name].diverged) is not None:
             scores[name]["trained on"] = why
@@ -153,12 +153,12 @@ def score_cores(
         rounded = round_core(model, bits)
         try:
             with scoring_trained(recipe):
-                scores[name]["trained on"] = _score(inputs, own, model, f"{name}, trained on", progress)
+                scores[name]["trained on"] = _score(inputs, tenant_rows, model, f"{name}, trained on", progress)
         except DivergenceError as error:
             scores[name]["trained on"] = str(error)
         else:
             save_adapter(method, model, shop / name / TRAINED_ON, shop / name / START, rounded)
 
 
-def _score(inputs: Inputs, own: TenantRows, model: nn.Module, what: str, progress: Progress) -> Score:
-    return score_rows(model, inputs.encoder, own.rows.scored, progress=as_stage(progress, what))
+def _score(inputs: Inputs, tenant_rows: TenantRows, model: nn.Module, what: str, progress: Progress) -> Score:
+    return score_rows(model, inputs.encoder, tenant_rows.rows.scored, progress=as_stage(progress, what))

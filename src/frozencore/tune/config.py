@@ -32,7 +32,7 @@ PLACES = ("data_root", "device")
 """Options of the machine, which do not change the results."""
 
 GROUPS = frozenset({"core", "calibration"})
-"""Options that records hold one level deeper."""
+"""Options that records nest one level deeper."""
 
 
 ALIASES = {"task": "data", "calibration_task": "calibration_data"}
@@ -67,7 +67,7 @@ class RunConfig(ConfigPart):
         return self.training.warmup_of(self.method.entry)
 
     def content(self, *, changed: bool = False) -> dict[str, Any]:
-        """The options as JSON values by flat name, as records hold them: those of ``core`` and ``calibration`` inside.
+        """The options as JSON values by flat name, as in records, which nest those of ``core`` and ``calibration``.
 
         Args:
             changed: Leave out options that are at their defaults.
@@ -102,12 +102,12 @@ class RunOption(Option):
 
     @property
     def part(self) -> str:
-        """The first part that holds it."""
+        """The first part that has it."""
         return self.paths[0][0]
 
     @property
     def group(self) -> str | None:
-        """The group that holds it in records, ``core`` or ``calibration``; None for the others."""
+        """The group in which records nest it, ``core`` or ``calibration``; None for the others."""
         group = self.paths[0][1]
         return group if group in GROUPS else None
 

@@ -108,14 +108,14 @@ HEAP = 1.65  # measured: smaller blocks leave holes, so that the heap is this mu
 
 def outline_of(config: ModelConfig) -> Base:
     """A configured model without weights, on the meta device in the dtype of the run, with its tokenizer."""
-    found = load_config(config.name)
-    saved = found.get_text_config().dtype
+    architecture = load_config(config.name)
+    saved = architecture.get_text_config().dtype
     dtype = saved if isinstance(saved, torch.dtype) else torch.float32
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
     elif not computes_fast(dtype, resolve_device(config.device)):
         dtype = torch.float32
-    return Base(without_weights(found).to(dtype=dtype), load_tokenizer(config.name))
+    return Base(without_weights(architecture).to(dtype=dtype), load_tokenizer(config.name))
 
 
 def estimate_bytes(config: MethodConfig, base: nn.Module, targets: Targets, num_rows: int, length: int) -> int:
@@ -156,7 +156,7 @@ def estimate_bytes(config: MethodConfig, base: nn.Module, targets: Targets, num_
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes that the tensors made inside take at once, as the heap of a CPU holds them.
+    """Count the bytes that the tensors made inside take at once, as the heap of a CPU counts them.
 
     Args:
         others: Storages that are not counted.

@@ -238,7 +238,7 @@ class TaskRows:
     """The rows of one source, or the error that prevents its score.
 
     Attributes:
-        reading: A summary of reading own rows.
+        reading: A summary of reading the user's rows.
     """
 
     name: str

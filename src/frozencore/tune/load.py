@@ -261,7 +261,7 @@ def prepare(
 
     Args:
         base: The configured model, loaded before.
-        row_cache: Holds rows that earlier runs have read and tokenised.
+        row_cache: The rows that earlier runs have read and tokenised.
     """
     progress("load", 0, None, model.name)
     base = base or load(model)
@@ -309,7 +309,7 @@ def make_encoder(
 
 
 def _require_known(tokenizer: Any, rows: Iterable[TokenRow]) -> None:
-    """Refuse rows of which a tokenizer knows no word, as those in an alphabet that is not its own."""
+    """Refuse rows of which a tokenizer knows no word, such as rows in an alphabet that it was not made for."""
     if {token for row in rows for token in row.input_ids} <= set(tokenizer.all_special_ids):
         raise ModelError(
             "The model's tokenizer knows no word of the rows: all their tokens are special or unknown ones. Give rows "

@@ -62,7 +62,7 @@ class Hashes(RecordPart):
 
 
 class SourceRows(RecordPart):
-    """One of several sources of own rows: how many rows were read, and how many of them are used."""
+    """One of several sources of the user's rows: how many rows were read, and how many of them are used."""
 
     source: str
     read: Count
@@ -76,7 +76,7 @@ class ReadRows(RecordPart):
         read, columns, left_out: The number of rows, the columns, and the number of unused rows by reason.
         unused_columns: The columns that are not read.
         changed: The number of rows whose text was changed, or of which a chat template does not write all, by what.
-        joined: The number of rows of which one token holds the end of the prompt and the beginning of the completion;
+        joined: The number of rows in which one token covers the end of the prompt and the beginning of the completion;
             missing if none.
         sources: The result of each of several sources.
         held_out_from: The source of the held-out rows (``eval_data``); missing if they are a part of ``read``.
@@ -417,7 +417,7 @@ class EvaluationRecord(RecordPart):
 
     Attributes:
         adapters: The folder of each subject but the base model.
-        adapter_tensors: SHA-256 of what each folder held.
+        adapter_tensors: SHA-256 of the tensors in each folder.
     """
 
     format: Literal[1]

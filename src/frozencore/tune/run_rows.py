@@ -291,7 +291,7 @@ class RunRows:
         scored: The rows that give the run's score.
         used: What was read, used and left out, for the record.
         validation: The rows that choose a step; None if no step is chosen or no row is left.
-        epochs: The source's passes over the training rows; None for own files.
+        epochs: The source's passes over the training rows; None for the user's files.
         system: The system text that all conversations begin with; None if there is none.
         others: Plain texts of other sources by name; their loss before and after training shows what the run forgets.
     """
@@ -312,7 +312,7 @@ class RunRows:
 
     @property
     def task(self) -> str | None:
-        """The name of the source of the rows; None for own files."""
+        """The name of the source of the rows; None for the user's files."""
         return None if self.scored.name == USER_ROWS else self.scored.name
 
     @property

@@ -23,7 +23,7 @@ def score_run(model: nn.Module, inputs: Inputs, config: ScoringConfig, progress:
     """Score a model on the rows that give the run's score, with samples of completions and the loss on other texts."""
     rows, encoder = inputs.rows.scored, inputs.encoder
     score = score_rows(model, encoder, rows, progress=progress)
-    has_answers = rows.scoring in ("choice", "exact_match")  # the predictions hold them already
+    has_answers = rows.scoring in ("choice", "exact_match")  # the predictions have them already
     samples, _ = complete(
         model, encoder, () if has_answers else sample_rows(rows.tokens, config.samples),
         max_new_tokens=config.max_new_tokens or SAMPLE_TOKENS, progress=with_note(progress, "samples"),

@@ -60,11 +60,11 @@ def execute_many(
     """Train every tenant of ``config.rows.data``, and write a folder ``out/NAME`` for each when it ends.
 
     The basis is the configured one, or ``out/basis``, calibrated on rows of all tenants. Of several processes each
-    trains its share of the tenants on the configured basis; they exchange nothing. ``out/run.yaml`` holds the options
+    trains its share of the tenants on the configured basis; they exchange nothing. ``out/run.yaml`` has the options
     of the last run.
 
     Args:
-        config: Its ``data`` name the tenants' files (:func:`find_tenants`); the other options hold for all tenants.
+        config: Its ``data`` name the tenants' files (:func:`find_tenants`); the other options apply to all tenants.
         num_slots: Tenants that train at once in a process.
         resume: Leave out the tenants whose record stands in ``out``, and train the others from their start.
 
@@ -157,7 +157,7 @@ def tenant_of(tenant: TenantRows, model: nn.Module) -> Tenant:
 
 @dataclass(frozen=True)
 class AdapterTemplate:
-    """A saved adapter of the run, whose files are those of every tenant but for the core and the scores in its card."""
+    """A saved adapter of the run. Each tenant gets its files, except for the core and the scores in the card."""
 
     saved: SavedAdapter
 
@@ -279,7 +279,7 @@ class Manifest(RecordPart):
     Attributes:
         identity: The options that determine it, and hashes of the base model and of the calibration rows.
         basis: The id of the basis; None until it is saved.
-        made: The calibration that the tenants' records tell.
+        made: The calibration, for the tenants' records.
     """
 
     identity: dict[str, Any]
@@ -298,7 +298,7 @@ def adapt_for_all(
     """Add the adapter of all tenants to the model, and save its basis in ``out/basis`` if it has no name yet.
 
     A resumed run loads that basis. ``out/tenants.json`` says what the basis was made of: it is written before the
-    basis, and again after it with the calibration that the tenants' records tell. The given ``options`` are written
+    basis, and again after it with the calibration, for the tenants' records. The given ``options`` are written
     first, because ``--resume`` goes on with them.
 
     Raises:

@@ -309,7 +309,7 @@ def train_many(
 
     Args:
         on_end: Called with the tenants that ended in a step, at most :data:`SLOTS` of them, so that their cores need
-            not be held. A tenant that diverged is marked and does not stop others.
+            not stay in memory. A tenant that diverged is marked and does not stop others.
         num_slots: Tenants that train at once, those with the most steps first. A slot takes ``12·Σr²`` bytes and
             ``4·Σr²`` for the gradient.
 

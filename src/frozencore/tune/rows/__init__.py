@@ -85,11 +85,11 @@ class TokenRow:
 
     Attributes:
         spans: The spans with loss, beginnings and ends counted from ``num_context``; empty for all tokens from there.
-        overlap: The end of the text before the answer, if the first token of the answer holds it too; mostly empty.
+        overlap: The characters before the answer that the first token of the answer covers too; mostly empty.
         num_answer_spans: The number of these spans that the last turn has.
         choices: The tokens of the row's choices; None for a row without choices.
         num_cut: The number of tokens that were cut from the beginning of its prompt, or from the end of a text.
-        changed: What was changed in the row, or is not written of it, for a person.
+        changed: Notes for the user on changes to the row, and on parts that the template does not write.
     """
 
     id: str
@@ -136,7 +136,7 @@ class TokenRow:
 
 
 def require_once(names: Iterable[str], kind: str) -> None:
-    """Raise a ``ValueError`` for a name that is there twice: one of its values would be lost."""
+    """Raise a ``ValueError`` for a name that appears twice: one of its values would be lost."""
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(f"the {kind} {twice[0]!r} is given twice")
 
@@ -148,7 +148,7 @@ def text_field(row: RawRow, column: str, row_id: str, *, or_number: bool = False
         or_number: Accept a number too, as printed.
 
     Raises:
-        DataError: The column is missing, or holds something else or only white space.
+        DataError: The column is missing, is of another type, or has only white space.
     """
     value = row.get(column)
     takes = (str, int, float) if or_number else (str,)

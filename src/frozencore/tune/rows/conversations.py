@@ -36,7 +36,7 @@ SYSTEM_FOLDED = "the system text stands before the first question, as the chat t
 
 @dataclass(frozen=True)
 class RenderedRow:
-    """A row as exact text, on its way to tokens.
+    """A row as exact text, before it is tokenised.
 
     Attributes:
         choices: Texts that may follow the context, without an end.
@@ -46,10 +46,10 @@ class RenderedRow:
         num_answer_spans: The number of these spans that the last turn has.
         suffix: The text of the template after the completion. It has no loss and is not read. None if the completion
             has no end token of its own; then one is added.
-        changed: What was changed in the row, or is not written of it, for a person.
+        changed: Notes for the user on changes to the row, and on parts that the template does not write.
 
     Raises:
-        DataError: Half a character is in a text.
+        DataError: A text has half of a surrogate pair.
     """
 
     id: str
@@ -378,13 +378,13 @@ def _stands_in(whole: str, text: str) -> bool:
 
 
 def _has_system(messages: Messages) -> bool:
-    """Whether a system message stands before a question, both of text."""
+    """Whether a conversation begins with a system message and a question, both of text."""
     roles = tuple(message.get("role") for message in messages[:2])
     return roles == ("system", "user") and all(isinstance(message.get("content"), str) for message in messages[:2])
 
 
 def shared_beginning(sequences: Sequence[Text]) -> Text:
-    """The longest beginning that all sequences have."""
+    """The longest common beginning of sequences."""
     low, high = min(sequences), max(sequences)
     places = range(min(len(low), len(high)))
     return low[: next((i for i in places if low[i] != high[i]), len(places))]

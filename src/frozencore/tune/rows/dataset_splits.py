@@ -69,7 +69,7 @@ def load_split(name: str, config: str | None, split: str, *, folder: Path | None
 def cache_of(folder: Path) -> str:
     """The cache folder for the converted rows of a local folder.
 
-    ``datasets``' own cache identifies a folder with a card by its name and card only, so another folder of this name,
+    The cache of ``datasets`` identifies a folder with a card by its name and card only, so another folder of this name,
     or changed rows, would give the old rows.
     """
     files = [(path, path.stat()) for path in sorted(folder.resolve().rglob("*")) if path.is_file()]

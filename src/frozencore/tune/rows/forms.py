@@ -10,7 +10,7 @@
 
 The loss is on the completion (the assistant's turns of it), the output, the assistant's last turn, or the whole text.
 Turns may call tools, listed in the column ``tools``; the ``content`` of such a turn may be null. The column ``system``
-holds the first message of a conversation.
+is the first message of a conversation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EncodedSource:
     """The rows of one source, encoded.
 
     Attributes:
-        texts: A normal form of each row's text by id; rows of one text are not on two sides of a split.
+        texts: The normalised text of each row by id; rows with equal texts stay on one side of a split.
         columns: The columns of the form, such as ``("prompt", "completion")``.
         left_out: The number of rows left out, by reason.
         unused: The columns of the source that are not read.
@@ -153,7 +153,7 @@ def _is_verdict(label: Any) -> bool:
 
 
 def _names(columns: str, row: RawRow, origin: str) -> dict[str, str]:
-    """The source's name of each of our columns that ``columns`` names."""
+    """The source's column for each of our columns that ``columns`` maps."""
     pairs = [part.strip().partition("=") for part in columns.split(",")]
     named = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
     if len(named) < len(pairs) or not named.keys() <= KNOWN or not all(named.values()):
@@ -250,7 +250,7 @@ def _system(row: RawRow, row_id: str) -> str:
 
 
 def _is_given(row: RawRow, column: str) -> bool:
-    """Whether a column holds more than nothing: null, white space, or the NaN of a table's empty cell."""
+    """Whether a column has a value: not null, white space, or the NaN of an empty cell of a table."""
     value = row.get(column)
     return value is not None and value == value and (not isinstance(value, str) or bool(value.strip()))
 

@@ -1,6 +1,6 @@
 """Encode rows: render them as exact text and tokenise each once, the same for calibration, training and scoring.
 
-A row is one text, tokenised as a whole. Context and label are a split of its tokens: a token that holds any character
+A row is one text, tokenised as a whole. Context and label are a split of its tokens: a token with any character
 of the label belongs to the label, as in transformers' mask of the assistant's tokens. White space at the end of a plain
 prompt moves to the completion, as in lm-evaluation-harness.
 """
@@ -36,10 +36,10 @@ PromptStyle = Literal["auto", "chat", "plain"]
 TooLong = Literal["refuse", "cut", "skip"]
 PROTOCOL_MAX_LENGTH = 512
 PROMPT_DATE = date(2024, 7, 26)
-"""The date that every chat template gets as today's: the default of Llama 3.1's and 3.2's own."""
+"""The date that every chat template gets as today's; it is the default in the templates of Llama 3.1 and 3.2."""
 _CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 SplitText = tuple[list[int], list[tuple[int, int]], str]
-"""The tokens of a text, its spans in tokens, and the text before the last span that its first token holds too."""
+"""The tokens of a text, its spans in tokens, and the characters before the last span that its first token covers."""
 
 
 class PromptEncoder:
@@ -82,7 +82,7 @@ class PromptEncoder:
         self.loss_on = loss_on
         self.systems: set[str] = set()  # the system texts of the rendered conversations; "" for none
         self.eos_id: int = tokenizer.eos_token_id
-        self.pad_id = self.eos_id  # padding is masked, and a model may have no embedding of its tokenizer's own
+        self.pad_id = self.eos_id  # padding is masked, and a model may have no embedding of the padding token
         bare, full = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
         places = (i for i in range(len(full)) if full[i : i + len(bare)] == bare)
         self._start_ids: list[int] = full[: next(places, 0)]  # the tokens that it puts before a text (<s>)
@@ -117,7 +117,7 @@ class PromptEncoder:
 
         Raises:
             ConfigError: The row is a conversation, and the tokenizer has no chat template.
-            DataError: The chat template does not write the row, or not so that its answer has a place.
+            DataError: The chat template does not write the row, or writes it so that the answer cannot be located.
         """
         if row.messages:
             return self._conversation(row.messages, row)
@@ -137,7 +137,7 @@ class PromptEncoder:
         """Rows as tokens, in order, each text tokenised once; rows that do not fit are left out, see the class.
 
         Args:
-            too_long: In place of the encoder's own.
+            too_long: Replaces the encoder's option.
 
         Raises:
             DataError: Rows are longer than the limit (``refuse``), or a completion or choice has no tokens.
@@ -198,7 +198,7 @@ class PromptEncoder:
     def _conversation(self, messages: Messages, row: Row) -> RenderedRow:
         """A conversation that ends with the assistant's turn.
 
-        Start and end tokens that messages hold at their ends are left to the template.
+        Start and end tokens at the ends of messages are removed: the template writes them.
         """
         changed: dict[str, None] = {}
         begins_with = messages[0] if messages[0].get("role") == "system" else {}
@@ -263,7 +263,7 @@ class PromptEncoder:
         )
 
     def _split(self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]) -> Iterator[SplitText]:
-        """The tokens of each text, and its spans of characters as spans of the tokens that hold any of them."""
+        """The tokens of each text, and its spans of characters as spans of the tokens that cover them."""
         if not texts:
             return
         unique = list(dict.fromkeys(texts))
@@ -274,7 +274,7 @@ class PromptEncoder:
             starts, stops = zip(*places, strict=True) if places else ((), ())
             ends = {len(text): len(starts)} | {b: bisect_left(starts, b) for _, b in cuts if b < len(text)}
             firsts = {a: bisect_right(stops, a) for a, _ in cuts}
-            for a, i in firsts.items():  # an added token may hold the white space behind it, and is not the label's
+            for a, i in firsts.items():  # an added token may include white space after it, and is no part of the label
                 firsts[a] += i < len(starts) and starts[i] < a and ids[i] in self._added
             parts = [(firsts[a], ends[b]) for a, b in cuts]
             (first, _), (begins, _) = parts[-1], cuts[-1]
@@ -378,7 +378,7 @@ def context_limit(model: Any, tokenizer: Any) -> int:
 def unknown_share(tokenizer: Any, rows: Sequence[TokenRow]) -> float:
     """The share of a text's letters that a tokenizer does not know: unknown tokens, and letters alone inside of words.
 
-    Letters of scripts in which each is a syllable or a word are known alone.
+    In scripts whose letters are syllables or words, a single letter counts as known.
     """
     letters = unknown = 0
     for row in rows:

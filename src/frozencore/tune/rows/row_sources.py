@@ -32,7 +32,7 @@ def sources_of(data: Data) -> tuple[str, ...]:
     """The sources that ``--data`` names.
 
     Raises:
-        ConfigError: A source comes twice.
+        ConfigError: A source is named twice.
     """
     names = (data,) if isinstance(data, str) else data
     if twice := {name for name in names if names.count(name) > 1}:
@@ -129,7 +129,7 @@ def _read_jsonl(content: IO[bytes]) -> Iterator[RawRow]:
 
 
 def _object(given: Any, place: str) -> RawRow:
-    """A JSON object, or that of a JSON text; a ``ValueError`` names its place."""
+    """A JSON object, parsed first if it is text; a ``ValueError`` names its place."""
     try:
         value, reason = strict_json(given) if isinstance(given, str) else given, ""
     except (ValueError, RecursionError) as error:
@@ -150,7 +150,7 @@ def strict_json(text: str) -> Any:
 
 
 def json_or_value(given: Any, kind: type[Any], rule: str) -> Any:
-    """A value, or that of a JSON text; ``DataError`` with the rule if it is not of this kind, or not JSON."""
+    """A value, parsed first if it is JSON text; ``DataError`` with the rule if it is not of this kind."""
     try:
         value = strict_json(given) if isinstance(given, str) else given
         json.dumps(value, allow_nan=False, default=str)  # a template would write NaN, which JSON has not

@@ -18,7 +18,7 @@ from frozencore.tune.rows import Row
 from frozencore.tune.rows.splits import Splits
 
 Scoring = Literal["choice", "exact_match", "completion", "text"]
-"""By the likeliest choice, a generated number, a generated completion, or held-out loss alone."""
+"""How rows are scored: by the likeliest choice, a generated number, a generated completion, or held-out loss alone."""
 TASK = "task"
 """The kind of the lab's sources."""
 
@@ -47,7 +47,7 @@ class Source(Protocol):
         """The rows of a run.
 
         Args:
-            num_train, num_evaluation: Sizes in place of the source's own.
+            num_train, num_evaluation: Sizes in place of the source's defaults.
             train_on_all: Hold out no training rows for validation.
             seed: Seed of the subsets.
 

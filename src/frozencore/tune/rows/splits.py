@@ -14,7 +14,7 @@ from frozencore.tune.rows import Row, TokenRow
 
 SPLIT_SEED = 0
 VALIDATION_SHARE, HELD_OUT_MOST = 0.1, 500
-"""The share of rows that is held out where there are no others, and the most rows of it."""
+"""Without other held-out rows this share of the rows is held out, and at most so many rows."""
 
 AnyRow = TypeVar("AnyRow", Row, TokenRow)
 

@@ -60,7 +60,7 @@ def without_fillers(row: RawRow) -> RawRow:
     """A row of Arrow without keys that are null inside its columns.
 
     Arrow gives each object of a column the keys of all others, with null in them, and a template would write these. A
-    null of the row's own looks the same, so it goes too, as with TRL's ``remove_none_values``.
+    null that the row itself has looks the same and is removed too, as with TRL's ``remove_none_values``.
     """
 
     def filled(value: Any) -> Any:

@@ -75,9 +75,9 @@ def complete(
 ) -> tuple[list[Prediction], int]:
     """Complete each row, and count the completions that reached the length limit.
 
-    A completion is right if it equals the row's own without its end tokens, except for surrounding white space; all
-    other special tokens count. Rows without a prompt are continued from their first half. If the first token of a
-    row's completion holds the end of its prompt too, that text is compared and left out of the prediction.
+    A completion is right if it equals the row's without its end tokens, except for surrounding white space; all other
+    special tokens count. Rows without a prompt are continued from their first half. If the first token of a
+    row's completion covers the end of its prompt too, that text is compared and left out of the prediction.
     """
     starts = [row.answer_start or max(1, len(row.input_ids) // 2) for row in rows]
     contexts = [row.input_ids[:start] for row, start in zip(rows, starts, strict=True)]

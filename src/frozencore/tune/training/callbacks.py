@@ -187,7 +187,7 @@ def total_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def training_state_held(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that a training holds between steps: gradients, and the optimizer's states of the parameters it has moved.
+    """Bytes that a training keeps between steps: gradients, and the optimizer's states of the parameters it has moved.
 
     Not counted: the base model, the trained values and their basis, activations, and step counters.
     """

@@ -80,7 +80,7 @@ def explain_disk_errors(checkpoint_dir: Path | None) -> Iterator[None]:
 
 
 class Stop:
-    """A request to stop a training; calling it returns True once a signal came.
+    """A request to stop a training; calling it returns True after a signal.
 
     Attributes:
         saved: A description of what is on disk; None if nothing is.

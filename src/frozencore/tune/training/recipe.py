@@ -28,7 +28,7 @@ LEADS = "eval_leads"  # the metric by which the Trainer keeps a step
 
 
 def epochs_for(num_rows: int, effective_batch_size: int) -> int:
-    """Default epochs of own rows: enough for ``FEWEST_STEPS`` optimizer steps, at most ``MOST_EPOCHS``."""
+    """Default epochs for the user's rows: enough for ``FEWEST_STEPS`` optimizer steps, at most ``MOST_EPOCHS``."""
     return min(MOST_EPOCHS, math.ceil(FEWEST_STEPS / math.ceil(num_rows / effective_batch_size)))
 
 

@@ -217,7 +217,7 @@ class CompletionTrainer(Trainer):
         return metrics
 
     def _load_best_model(self) -> None:
-        """Load the step to keep as a resumed step is loaded; the Trainer's own way misses adapters with a name."""
+        """Load the step to keep as a resumed step is loaded; the Trainer's way misses adapters with a name."""
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
 
