@@ -21,7 +21,6 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.files.hub import is_hub_id
 from frozencore.text import one_line
 
 HUB_TIMEOUT_S = 10.0
@@ -66,7 +65,7 @@ def require_upload(repository: str) -> None:
     """
     try:
         validate_repo_id(repository)
-        fits = is_hub_id(repository)
+        fits = "/" in repository
     except HFValidationError:
         fits = False
     if not fits or get_token() is None:
