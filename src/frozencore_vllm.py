@@ -34,6 +34,8 @@ from transformers import AutoConfig
 from vllm.config import get_current_vllm_config_or_none
 from vllm.lora import utils
 from vllm.lora.layers import ReplicatedLinearWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.request import LoRARequest
 from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 from vllm.platforms import current_platform
@@ -348,11 +350,6 @@ class TenantWorker:
         Raises:
             ValueError: The cores belong to another basis than the model's.
         """
-        from vllm.lora import (  # they import the loaders of models, which a server does not need
-            lora_model,
-            lora_weights,
-        )
-
         loras = self.model_runner.lora_manager
         manager = loras._adapter_manager
         _require_basis("The tenant", _basis_id_in(weights), getattr(self.model_config.hf_config, ENTRY))
@@ -364,8 +361,8 @@ class TenantWorker:
             if not is_a:
                 B = core.to(loras.lora_config.lora_dtype)
                 A = torch.eye(0 if hasattr(manager.modules[name], "cores") else B.shape[1], dtype=B.dtype)
-                layers[name] = lora_weights.LoRALayerWeights(name, B.shape[1], B.shape[1], A, B)
-        tenant = lora_model.LoRAModel(number, max(layer.rank for layer in layers.values()), layers)
+                layers[name] = LoRALayerWeights(name, B.shape[1], B.shape[1], A, B)
+        tenant = LoRAModel(number, max(layer.rank for layer in layers.values()), layers)
         manager.remove_adapter(number)
         if len(manager) + 1 > manager.capacity:
             manager.remove_oldest_adapter()

@@ -51,6 +51,7 @@ CONTENTS: dict[str, dict[str, Any]] = {
     "vllm": {}, "vllm.lora": {}, "vllm.lora.utils": {"_all_lora_classes": ()}, "vllm.entrypoints": {},
     "vllm.entrypoints.openai": {}, "vllm.entrypoints.openai.models": {},
     "vllm.entrypoints.openai.models.serving": {"OpenAIServingModels": ServingModels},
+    "vllm.lora.lora_model": {"LoRAModel": SimpleNamespace}, "vllm.lora.lora_weights": {"LoRALayerWeights": SimpleNamespace},
     "vllm.lora.request": {"LoRARequest": SimpleNamespace},
     "vllm.lora.resolver": {"LoRAResolver": object, "LoRAResolverRegistry": REGISTRY},
     "vllm.lora.layers": {"ReplicatedLinearWithLoRA": Layer},
