@@ -13,6 +13,7 @@ from fixtures import ROOT
 
 SOURCES = (ROOT / "src" / "frozencore", ROOT / "lab" / "src" / "frozencore_lab")
 MOST_FLOORS = 11
+MOST_LATE_IMPORTS = 20
 
 
 def room_of(module: str) -> str:
@@ -51,6 +52,23 @@ def test_rooms_stand_on_at_most_eleven_floors_without_a_circle() -> None:
     for room in TopologicalSorter(below).static_order():  # raises CycleError
         floor[room] = 1 + max((floor[under] for under in below[room]), default=0)
     assert max(floor.values()) <= MOST_FLOORS, sorted(floor.items(), key=lambda item: item[1])
+
+
+def imports_in_functions(node: ast.AST, *, inside: bool = False) -> Iterator[int]:
+    """The lines of imports inside functions, without those for type checking alone."""
+    for child in ast.iter_child_nodes(node):
+        if inside and isinstance(child, ast.Import | ast.ImportFrom):
+            yield child.lineno
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield from imports_in_functions(
+                child, inside=inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            )
+
+
+def test_at_most_twenty_imports_stand_inside_functions() -> None:
+    """They are for fast starts and optional packages: one between a verb's checks and its work, one a package."""
+    lines = {file: [*imports_in_functions(ast.parse(file.read_text()))] for file in (ROOT / "src").rglob("*.py")}
+    assert sum(map(len, lines.values())) <= MOST_LATE_IMPORTS, {file: at for file, at in lines.items() if at}
 
 
 def types_in(file: Path) -> Iterator[str]:
