@@ -127,10 +127,8 @@ def sharing_keeps_more_from(alone: Sequence[CutAlone], kept: float, basis: int, 
 
     if not pays(MOST_ADAPTERS):
         return None
-    low, high = (
-        0,
-        MOST_ADAPTERS,
-    )  # a cut keeps less of more adapters, so bisection finds the first that pays
+    # a cut keeps less of more adapters, so bisection finds the first number that pays
+    low, high = 0, MOST_ADAPTERS
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if pays(middle) else (middle, high)
