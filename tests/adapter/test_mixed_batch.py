@@ -387,6 +387,7 @@ def test_what_cannot_be_put_is_one_line_and_leaves_the_bank_as_it_was(
 ) -> None:
     bank = filled(model, {"a": tenants["a"]}, capacity=1)
     for call, kind, message in (
+        (lambda: bank.put(None, tenants["b"]), ConfigError, "None was given, which is the base model"),
         (lambda: bank.put("b", tenants["b"]), ConfigError, "full: it holds 1 of 1"),
         (lambda: bank.put("a", Core(tenants["a"].basis_id, tenants["a"].values * torch.nan)), ArtifactError, "NaN"),
         (lambda: bank.rows(["b"]).__enter__(), ConfigError, "no core 'b'"),

@@ -34,8 +34,9 @@ FILES = {
     "run/result.json": "{}", "tenants/anna.jsonl": SUMS, "few/anna.jsonl": SUMS,
     "few/ben.jsonl": lines({"prompt": "How many?", "completion": " 3"}), "mute/anna.jsonl": SUMS,
     "mute/ben.jsonl": lines(*({"prompt": f"{i}?", "completion": ""} for i in range(9))),
-    "modl.yaml": "modl: pocket", "zzz.yaml": "zzz: 1",
-    "deep.yaml": "data: rows.jsonl\nmodel: {name: pocket}", "list.yaml": "- model", "again.yaml": "rank: 2\nrank: 3",
+    "modl.yaml": "modl: pocket", "zzz.yaml": "zzz: 1", "twice.yaml": "lr: 1\nlearning-rate: 2",
+    "deep.yaml": "data: rows.jsonl\nmodel: pocket\nout: {name: a}", "list.yaml": "- model",
+    "again.yaml": "rank: 2\nrank: 3",
     "config.yaml": "config: other.yaml", "lora.yaml": "lora_r: 8",
 }  # fmt: skip
 
@@ -101,7 +102,8 @@ BEFORE_TORCH = {
     f"calibrate {P} --eva-center {X}": "The method 'fcca' does not read eva_center .it is for eva.",
     f"tune --config modl.yaml {X}": "the key 'modl', which `tune` does not know. Did you mean model",
     f"tune --config zzz.yaml {X}": "the key 'zzz', which `tune` does not know. See `frozencore tune --help`.",
-    f"tune --config deep.yaml {X}": "Model .*: it is no folder and not in",
+    f"tune --config twice.yaml {X}": "gives learning-rate twice, by its two names",
+    "tune --config deep.yaml": "deep.yaml, out: a value is a number, a word, yes or no, or a list of such",
     f"tune --config list.yaml {X}": "must hold flags as `rank: 8`, a line each",
     f"tune --config again.yaml {X}": "the key 'rank' is given twice",
     f"tune --config config.yaml {X}": "has the key 'config'",

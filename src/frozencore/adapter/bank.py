@@ -197,9 +197,11 @@ class CoreBank(CoreStack):
             source: See :func:`frozencore.swap_core`.
 
         Raises:
-            ConfigError: The bank is full, or the adapter with the basis was merged.
+            ConfigError: The name is None, the bank is full, or the adapter with the basis was merged.
             ArtifactError: Another basis, or the adapter of the bank was given another one. The bank is as it was.
         """
+        if name is None:
+            raise ConfigError("A core has a name, but None was given, which is the base model in a batch.")
         require_unmerged(self.layers.values())
         require_basis_id(self.basis_id, self.layers, self.adapter_name)
         core = read_core(source, self.basis_id)

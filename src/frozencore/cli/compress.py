@@ -100,7 +100,7 @@ def _scores(scores: Scores) -> RenderableType:
 
 def _in_words(score: Score | str) -> str:
     if isinstance(score, str):
-        return "diverged"
+        return "no core"
     return f"{score.held_out_loss:.3f}" + (f", {score.task.accuracy:.0%}" if score.task else "")
 
 

@@ -235,10 +235,18 @@ def _flags_in(context: typer.Context, file: Path) -> dict[str, Any]:
                 f"{file} has the key {str(key)!r:.80}, which `{context.info_name}` does not know. {meant}"
             )
         parameter = flags[name]
+        if parameter.name in values:
+            raise ConfigError(f"{file} gives {name} twice, by its two names. Leave one out.")
+        parts = value if isinstance(value, list) else [value]
+        if any(isinstance(part, list | dict) for part in parts) or (None in parts and value is not None):
+            raise ConfigError(
+                f"{file}, {name}: a value is a number, a word, yes or no, or a list of such, but {value!r:.80} "
+                "was given."
+            )
         if isinstance(value, bool):  # YAML reads yes and no as these
             values[str(parameter.name)] = value if getattr(parameter, "is_flag", False) else "yes" if value else "no"
         elif value is not None:
-            texts = list(map(str, value if isinstance(value, list) else [value]))
+            texts = list(map(str, parts))
             values[str(parameter.name)] = texts if getattr(parameter, "multiple", False) else ",".join(texts)
     return values
 

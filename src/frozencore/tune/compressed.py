@@ -99,7 +99,7 @@ def read_rows_of(
 
 
 Scores = dict[str, dict[str, Score | str]]
-"""Scores by tenant and arm; the reason in place of a score if training on diverged."""
+"""Scores by tenant and arm; the reason in place of a score if training on gave no core."""
 
 
 def score_adapters(
@@ -139,8 +139,13 @@ def score_cores(
         tenant_rows = rows[name]
         swap_core(model, shop / name / ADAPTER)
         scores[name]["compressed"] = _score(inputs, tenant_rows, model.eval(), f"{name}, compressed", progress)
-        rate = SHARE_OF_RATE * learning_rate_of(model, inputs.encoder.pad_id, tenant_rows.rows.train)
-        recipe = replace(recipe_of(tenant_rows.config.training, method, tenant_rows.rows, model), learning_rate=rate)
+        try:
+            rate = learning_rate_of(model, inputs.encoder.pad_id, tenant_rows.rows.train)
+        except ConfigError:  # it names a flag that compress does not have
+            scores[name]["trained on"] = "No rate is known: the gradients of the core are zero or not finite."
+            continue
+        recipe = recipe_of(tenant_rows.config.training, method, tenant_rows.rows, model)
+        recipe = replace(recipe, learning_rate=SHARE_OF_RATE * rate)
         done: dict[str, Trained] = {}
         tenant = {name: Tenant(tenant_rows.rows.train, recipe)}
         train_many(model, tenant, done.update, pad_id=inputs.encoder.pad_id, progress=progress)

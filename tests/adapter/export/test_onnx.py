@@ -241,6 +241,10 @@ def tiny_phi3() -> nn.Module:
 FAMILIES = {
     "llama": (tiny_llama, {"target_modules": "all-linear"}),
     "qwen2, ragged": (tiny_qwen2, {"rank_pattern": {"q_proj": 2, "v_proj": 5, "k_proj": 0}, "alpha": 7.0}),
+    "qwen2, runs of equal ranks": (
+        tiny_qwen2,
+        {"target_modules": "all-linear", "rank_pattern": {"gate_proj": 2, "up_proj": 2, "v_proj": 5}},
+    ),
     "phi3, q, k and v in one": (tiny_phi3, {"target_modules": ["qkv_proj", "o_proj"]}),
 }
 
@@ -251,11 +255,14 @@ def test_families_compute_what_pytorch_computes(family: str, tmp_path: Path) -> 
     native = written(tmp_path, base(), **options).eval()
     session = Session(tmp_path / "onnx")
     core = read_adapter(tmp_path / "adapter").core
-    _, logits = session.greedy([[3, 5, 8, 2]], core={f"{CORE}{core.basis_id}": core.values[None].numpy()})
+    rows, parts = [[3, 5, 8, 2]] * 2, torch.stack([core.values, torch.zeros_like(core.values)])
+    _, logits = session.greedy(rows, core={f"{CORE}{core.basis_id}": parts.numpy()})
     with torch.no_grad():
-        expected = native(torch.tensor([[3, 5, 8, 2]])).logits
-    torch.testing.assert_close(torch.from_numpy(logits[0]), expected, rtol=1e-4, atol=1e-4)
-    assert np.abs(session.greedy([[3, 5, 8, 2]])[1][0] - logits[0]).max() > 1e-2
+        expected = native(torch.tensor(rows[:1])).logits
+        with native.disable_adapter():
+            plain = native(torch.tensor(rows[:1])).logits
+    torch.testing.assert_close(torch.from_numpy(logits[0]), torch.cat([expected, plain]), rtol=1e-4, atol=1e-4)
+    assert (expected - plain).abs().max() > 1e-2
 
 
 def test_a_core_may_be_float16_and_the_base_weights_8_bits(case: Case, tmp_path: Path) -> None:

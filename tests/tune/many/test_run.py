@@ -224,6 +224,10 @@ def test_a_run_that_was_killed_before_its_first_record_goes_on_on_its_own_basis_
             execute_many(
                 config_of(tenants, select_checkpoint="epoch", **options), tmp_path / "cut", silent, resume=True
             )
+    for damaged in (b"{}", b"{", b"\xff"):
+        (tmp_path / "cut" / "tenants.json").write_bytes(damaged)
+        with pytest.raises(ArtifactError, match=r"tenants.json is damaged .* Choose another --out"):
+            execute_many(config, tmp_path / "cut", silent, resume=True)
     (tmp_path / "cut" / "tenants.json").unlink()
     with pytest.raises(ArtifactError, match="name that basis with --basis"):
         execute_many(config, tmp_path / "cut", silent, resume=True)

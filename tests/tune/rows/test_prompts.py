@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any], object]]] = {
     "style": (
         ConfigError,
         "'chat' need a chat template.* in the style 'plain'",
-        lambda t: PromptEncoder(t, style="chat").encode([Row("7", "a", "b")]),
+        lambda t: PromptEncoder(t, style="chat"),
     ),
     "completion": (DataError, "Row 7: a completion", lambda t: PromptEncoder(t).encode([Row("7", "a", "")])),
     "choice": (DataError, "Row 7: a completion", lambda t: PromptEncoder(t).encode([Row("7", "a", "a", ("a", ""))])),

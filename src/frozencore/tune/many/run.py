@@ -23,7 +23,7 @@ from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.atomic_write import atomic_folder, write_json, write_text
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
-from frozencore.text import Progress, as_stage
+from frozencore.text import Progress, as_stage, one_line
 from frozencore.tune.adapt import Adapted, adapt, learning_rate_of, starting_core
 from frozencore.tune.adapters import save_adapter
 from frozencore.tune.calibration_record import CalibratedAdapter
@@ -289,7 +289,12 @@ class Manifest(RecordPart):
     @classmethod
     def read(cls, file: Path) -> Manifest | None:
         """Read the manifest; None if there is none."""
-        return cls.model_validate_json(file.read_text(encoding="utf-8")) if file.exists() else None
+        if not file.exists():
+            return None
+        try:
+            return cls.model_validate_json(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ArtifactError(f"{file} is damaged ({one_line(error, 120)}). Choose another --out.") from error
 
 
 def adapt_for_all(

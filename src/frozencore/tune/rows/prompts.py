@@ -56,6 +56,7 @@ class PromptEncoder:
         loss_on: The assistant's turns with loss: the last one, or all.
 
     Raises:
+        ConfigError: ``chat`` without a template.
         ModelError: The tokenizer has no end token, or is a slow one, which does not say where its tokens stand.
     """
 
@@ -77,6 +78,8 @@ class PromptEncoder:
             )
         self.tokenizer = with_fixed_date(tokenizer)
         self.is_chat = style == "chat" or (style == "auto" and bool(tokenizer.chat_template))
+        if self.is_chat:
+            self._template = ChatTemplate(self.tokenizer)
         self.max_length = max_length
         self.too_long = too_long
         self.loss_on = loss_on
