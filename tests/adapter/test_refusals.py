@@ -60,6 +60,13 @@ def lora() -> PeftModel:
     return get_peft_model(tiny_qwen2(), LoraConfig(target_modules=["q_proj"]))
 
 
+def of_no_class(folder: Path) -> None:
+    base = tiny_qwen2()
+    base.save_pretrained(folder)
+    base.config.architectures = ["Nobody"]
+    base.config.save_pretrained(folder)
+
+
 def quantised(folder: Path) -> None:
     tiny_qwen2().save_pretrained(folder)
     values = json.loads((folder / "config.json").read_text())
@@ -87,6 +94,7 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
     "base of other shapes": lambda folder: tiny_llama().save_pretrained(folder),
     "classifier": lambda folder: Qwen2ForSequenceClassification(tiny_qwen2().config).save_pretrained(folder),
     "quantised base": quantised,
+    "base of no class": of_no_class,
     "adapter": without_base_name,
     "own basis": lambda folder: adapted("random", alpha=6.0, trained=True).save_pretrained(folder),
     "other scale": lambda folder: adapted("fcca", alpha=7.0, trained=True).save_pretrained(folder),
@@ -345,6 +353,8 @@ EXPORTS: list[Refusal] = [
     (lambda room: export_merged(room / "adapter", room.out), ConfigError, "names no base model"),
     (lambda room: export_merged(room / "adapter", room.out, base=room.out), ModelError, "there is no such folder"),
     (lambda room: export_merged(room / "adapter", room.out, base=room / "quantised base"), ModelError, "is quantised"),
+    (lambda room: export_merged(room / "adapter", room.out, base=room / "base of no class"),
+     ModelError, "has no attribute Nobody. Give its folder"),
     (to_basis_model("uncalibrated", "base"), CalibrationError, "needs a basis, but layer"),
     (to_basis_model("on the head", "base of other shapes"), ModelError, "below the head"),
     (to_basis_model("own basis", "base of other weights"), ArtifactError, "was made on another base model"),

@@ -149,8 +149,9 @@ DATA: list[Refusal] = [
     (calibrated(ROWS, num_examples=2), DataError, "number 0 is 'input_ids': list"),
     (calibrated([{key: value[0] for key, value in batch_of(EXAMPLES).items()}]), DataError, "number 0 is"),
     (calibrated([BATCHES[0], "b"]), DataError, "number 1 is str"),
-    (calibrated(DatasetDict(train=Dataset.from_list(ROWS))), DataError, "number 0 is str"),
-    (calibrated(batch_of(EXAMPLES)), DataError, "number 0 is str. Give a list of batches"),
+    *((calibrated(data, collator=collator), DataError, f"a dictionary of '{name}'.* Pass \\[batch\\], or one split")
+      for data, name in ((DatasetDict(train=Dataset.from_list(ROWS)), "train"), (batch_of(EXAMPLES), "input_ids"))
+      for collator in (None, batch_of)),
     (calibrated(itertools.cycle(BATCHES)), ConfigError, "num_examples=128"),
     (calibrated(itertools.repeat(BATCHES[0])), ConfigError, "num_examples=128"),
     (calibrated(Stream(), collator=batch_of), ConfigError, "this Stream has no known end"),

@@ -371,7 +371,7 @@ def find_adapter(model: nn.Module, adapter_name: str | None) -> tuple[str, Froze
         others = (
             f", only {', '.join(map(repr, known))}. Give one of these as adapter_name."
             if known
-            else (". Call peft.get_peft_model(model, FrozenCoreConfig(...)) first.")
+            else ". Call peft.get_peft_model(model, FrozenCoreConfig(...)) first."
         )
         raise ConfigError(f"This model has no frozen-core adapter{named}{others}")
     return adapter_name, configs[adapter_name]

@@ -154,12 +154,17 @@ def batches_from(
 
     Raises:
         ConfigError: Endless or streamed data without ``num_examples``, or a collator for data that are batches.
-        DataError: Rows without a collator, or other data that are not batches.
+        DataError: A dictionary, rows without a collator, or other data that are not batches.
     """
     if num_examples is None and _may_not_end(data):
         raise ConfigError(
             f"calibrate reads its data to the end, but this {type(data).__name__} has no known end. "
             "Pass num_examples=128, for instance."
+        )
+    if isinstance(data, Mapping):  # its items are names of tensors, or of splits
+        raise DataError(
+            f"calibrate takes a list of batches or a dataset, but a dictionary of {', '.join(map(repr, data))} was "
+            "given. Pass [batch], or one split, such as data['train']."
         )
     if collator is None:
         if batch_size is not None:

@@ -128,18 +128,18 @@ def _cut_digits(tokenizer: Any, file: Path) -> None:
 
 
 def why_unreadable(loading: dict[str, Any], error: Exception) -> str:
-    """Describe a loader's exception in one line; for a GGUF file say whether the file is complete."""
+    """Describe a loader's exception in one sentence; for a GGUF file say whether the file is complete."""
     file = Path(loading["pretrained_model_name_or_path"], loading.get("gguf_file", ""))
     if pointer := lfs_pointer_in(file):
         return pointer
     if "gguf_file" not in loading:
-        return one_line(error, 200)
+        return f"{one_line(error, 200).rstrip('.')}."
     try:
         _opened(file)
     except Exception:  # numpy raises several kinds for slices that are too short
         return f"its {file.stat().st_size:,} bytes are not a whole GGUF file. Download it again."
-    reason = f"it does not name {error}." if isinstance(error, KeyError) else one_line(error, 200)
-    return f"transformers reads no such GGUF file: {reason}"
+    reason = f"it does not name {error}" if isinstance(error, KeyError) else one_line(error, 200).rstrip(".")
+    return f"transformers reads no such GGUF file: {reason}."
 
 
 def _without_bars() -> AbstractContextManager[None]:
