@@ -18,8 +18,6 @@ from frozencore.errors import CalibrationError, ConfigError
 
 SvdMethod = Literal["auto", "gram", "randomized", "full"]
 SVD_METHODS: tuple[str, ...] = get_args(SvdMethod)
-Shape = tuple[int, int]
-"""The shape of a matrix: (m, n)."""
 Triples = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]
 """U, S and V."""
 
