@@ -38,6 +38,12 @@ def test_names_of_every_script_are_those_of_tenants_in_one_form(name: str, tmp_p
     assert list(find_tenants(tmp_path)) == [normalize("NFC", name)]
 
 
+def test_a_folder_is_a_folder_whatever_its_name_ends_with(tmp_path: Path) -> None:
+    (tmp_path / "rows.yaml").mkdir()
+    (tmp_path / "rows.yaml" / "anna.jsonl").touch()
+    assert list(find_tenants(tmp_path / "rows.yaml")) == ["anna"]
+
+
 @pytest.mark.parametrize("name", ["\u0301a", "a b", "-a", "anna\u200d", "a\u200bb", "a\u202eb", "அ" * 80, "Jos\udce9"])
 def test_a_name_that_is_no_word_or_too_long_for_a_disk_is_none_of_a_tenant(name: str, tmp_path: Path) -> None:
     (tmp_path / f"{name}.jsonl").touch()

@@ -132,7 +132,7 @@ def find_tenants(path: Path) -> dict[str, Path]:
         DataError: The folder or file does not exist, or has no row files.
         ConfigError: A name cannot be a folder name or appears twice, or the YAML file is not a table of files.
     """
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in (".yaml", ".yml") and not path.is_dir():
         content = read_yaml(path)
         words = [word for line in content.items() for word in line] if isinstance(content, dict) else []
         if not words or not all(isinstance(word, str) for word in words):  # YAML reads 007 as 7, and no as false
