@@ -6,6 +6,7 @@ import qrcode from "./node_modules/qrcode-generator/dist/qrcode.mjs";
 
 const NUM_TOKENS = 24, LARGEST_QR = 2953;
 const at = (id) => document.getElementById(id);
+const NO_CORE = at("core").textContent;
 let model = null, core = null;
 
 function say(error) {
@@ -27,7 +28,7 @@ function whatWasFetched() {
 function open() {
   core = null;
   at("qr").hidden = true;
-  at("core").textContent = "None: this is the base model.";
+  at("core").textContent = NO_CORE;
   at("tuned").textContent = at("tuned-rate").textContent = "";
   say(null);
   if (!location.hash) return;

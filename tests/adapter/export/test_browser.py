@@ -59,6 +59,7 @@ for (const [name, step] of Object.entries(steps)) {
   }
   found[name] = {
     base: at("base").textContent, tuned: at("tuned").textContent, error: at("error").textContent, qr: at("qr").src,
+    pictured: at("qr").checkVisibility(),
     hash: frame.contentWindow.location.hash, fetched: at("fetched").textContent,
     overflow: frame.contentDocument.documentElement.scrollWidth - frame.contentWindow.innerWidth,
   };
@@ -165,8 +166,18 @@ def test_links_and_pictures_answer_by_their_core_and_wrong_ones_give_one_line(si
         assert found[name]["tuned"] == ""
     assert f"basis {read_adapter(tmp_path / 'other' / 'cleo').core.basis_id[:8]}" in found["other"]["error"]
     assert "no QR code" in found["codeless"]["error"]
+    assert {name for name, one in found.items() if one["pictured"]} == {"ben", "scanned", "rescanned", "anna"}
     assert all("\n" not in one["error"] and one["overflow"] <= 0 for one in found.values())
     assert "model" in found["anna"]["fetched"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="Chromium opens the page")
+def test_a_page_whose_code_does_not_load_says_what_it_takes(tmp_path: Path) -> None:
+    words = ["chromium", "--headless", "--no-sandbox", f"--user-data-dir={tmp_path}", "--dump-dom"]
+    done = subprocess.run([*words, (PAGE / "index.html").as_uri()], check=True, timeout=300, capture_output=True)
+    assert b"npm install --prefix" in done.stdout.partition(b"</main>")[0]
+    assert b"Loading the model" not in done.stdout
 
 
 def test_a_fragment_holds_the_core_of_its_bits(tmp_path: Path) -> None:
