@@ -122,9 +122,9 @@ def test_a_batch_whose_first_axis_is_not_known_to_be_the_rows_is_refused(case: s
     bank = CoreBank(model, 1, adapter_name="a")
     bank.put("x", get_core(model, "a"))
     for _ in range(2):
-        with pytest.raises(ConfigError, match="not known to be the batch"):
+        with pytest.raises(ConfigError, match="is not known to be"):
             model(**batch, adapter_names=["a", "b"] * 4)
-        with pytest.raises(ConfigError, match="not known to be the batch"), bank.rows(["x"] * 8):
+        with pytest.raises(ConfigError, match="is not known to be"), bank.rows(["x"] * 8):
             model(**batch)
     model(**batch)  # a plain batch runs
 

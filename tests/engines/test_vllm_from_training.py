@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from peft import PeftModel
 
-from frozencore import export_basis_model, save_basis, swap_core
+from frozencore import Core, export_basis_model, save_basis, swap_core
 from frozencore.adapter.folders import read_adapter
 from serving import FOR_CORES, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, RefusedError, VllmServer, cores_on, load_base
 from tiny import train_at_random
 
 pytestmark = pytest.mark.slow
 
-SLOTS, KEPT, OLD, NEW = 2, 4, 100, 101
+SLOTS, KEPT, TENANTS, OLD, NEW = 64, 80, 1_000, 100, 101
 LONG = (PROMPTS[2] * 5)[:200]  # longer than a block of the prefix cache
 FEW = ["--max-loras", str(SLOTS), "--max-cpu-loras", str(KEPT)]
 Write = Callable[..., Path]
@@ -90,16 +92,19 @@ def test_a_replaced_tenant_answers_anew_at_the_next_request(write: Write, wrong:
     assert wrong("anna", old, LONG)
 
 
-def test_more_tenants_than_slots_and_host_memory_keep_answer_at_once(
-    server: VllmServer, write: Write, native: PeftModel
+def test_a_thousand_tenants_in_64_slots_answer_in_random_order(
+    server: VllmServer, write: Write, native: PeftModel, tenants: Path
 ) -> None:
-    folders = {f"tenant-{seed}": write(f"tenant-{seed}", seed) for seed in range(6 * SLOTS)}
-    for _ in range(2):
-        with ThreadPoolExecutor(len(folders)) as threads:
-            answers = list(threads.map(lambda name: server.ask(name, PROMPTS[0], NUM_TOKENS), folders))
-        for folder, answer in zip(folders.values(), answers, strict=True):
-            swap_core(native.float(), folder)
-            assert answer.tokens == Referee(native.double()).greedy(PROMPTS[0], answer.tokens)
+    saved = read_adapter(write("tenant-0", 0))
+    for number in range(1, TENANTS):
+        values = 0.3 * torch.randn(len(saved.core.values), generator=torch.Generator().manual_seed(number))
+        saved.write(tenants / f"tenant-{number}" / "adapter", Core(saved.core.basis_id, values))
+    order = random.Random(0).sample(range(TENANTS), TENANTS)
+    with ThreadPoolExecutor(SLOTS) as threads:
+        answers = list(threads.map(lambda number: server.ask(f"tenant-{number}", PROMPTS[0], 4), order))
+    for number, answer in list(zip(order, answers, strict=True))[:: TENANTS // 50]:
+        swap_core(native.float(), tenants / f"tenant-{number}" / "adapter")
+        assert answer.tokens == Referee(native.double()).greedy(PROMPTS[0], answer.tokens)
 
 
 def test_an_error_is_that_of_its_request_and_nothing_ends_the_engine(
