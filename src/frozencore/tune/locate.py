@@ -145,8 +145,9 @@ def find_tenants(path: Path) -> dict[str, Path]:
         files = {file: row_file(file.name) for file in (_visible(path) if path.is_dir() else ())}
         named = [(name.stem, file) for file, name in files.items() if name is not None]
         if not named:
+            what = "has none" if path.is_dir() else "is neither" if path.exists() else "does not exist"
             raise DataError(
-                f"--tenants must name a folder with {KINDS} for each tenant, or a YAML file, but {path} has none."
+                f"--tenants must name a folder with {KINDS} for each tenant, or a YAML file, but {path} {what}."
             )
     tenants: dict[str, Path] = {}
     known = {name: name for name in RESERVED}  # by the name on a disk that ignores case

@@ -351,7 +351,7 @@ def test_what_a_tenant_is_called_and_where_its_rows_are_is_checked(tenants: Path
     assert find_tenants(listed) == {"zoe": tenants / "ben.jsonl", "adam": tenants / "anna.jsonl"}
     assert list(find_tenants(tenants)) == list(SIZES)
     (tmp_path / "empty").mkdir()
-    for path, rule in ((tmp_path / "empty", "has none"), (tmp_path / "absent", "is neither")):
+    for path, rule in ((tmp_path / "empty", "has none"), (tmp_path / "absent", "does not exist")):
         with pytest.raises(DataError, match=rule):
             find_tenants(path)
     for content, rule in (
