@@ -366,7 +366,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "NaN": (changed(lambda _, tensors: tensors[min(tensors)].fill_(torch.nan)), "NaN or Inf"),
     "truncated": (truncated, "is damaged"),
-    "another rank than the configuration": (changed(lambda config, _: config.update(r=5)), "where its configuration has 5"),
+    "another rank than the configuration": (changed(lambda config, _: config.update(r=5)), "its configuration has 5"),
     "a pattern that moves ranks": (changed(lambda config, _: config.update(rank_pattern={"q_proj": 4})), "has rank 2"),
     "a malformed expression": (
         changed(lambda config, _: config.update(alpha_pattern={"(q_proj": 4})), "malformed alpha_pattern",
