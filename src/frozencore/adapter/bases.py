@@ -164,13 +164,12 @@ def live_basis(
 
 def basis_id_of(config: FrozenCoreConfig, layers: Layers, adapter_name: str) -> str:
     """The id of the basis that an adapter was given, or that its P and Q make."""
-    known = current_basis_id(layers, adapter_name)
-    if known is None:
-        basis = live_basis(config, layers, adapter_name)
-        for name, layer in layers.items():
-            layer.attach_basis_id(adapter_name, basis.id, basis.digests[name])
-        return basis.id
-    return known
+    if (attached := current_basis_id(layers, adapter_name)) is not None:
+        return attached
+    basis = live_basis(config, layers, adapter_name)
+    for name, layer in layers.items():
+        layer.attach_basis_id(adapter_name, basis.id, basis.digests[name])
+    return basis.id
 
 
 def basis_id(model: nn.Module, adapter_name: str | None = None) -> str:
