@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from peft import PeftModel
+from safetensors.torch import load, save
 
 from fixtures import ROOT
 from frozencore import export_basis_model, tenant_weights
+from frozencore_basis_model import ENTRY
 from serving import Referee, cores_on, environment_of, load_base
 from tiny import train_at_random
 
@@ -92,5 +94,7 @@ def test_rows_of_the_base_model_stand_beside_a_tenants_rows_in_one_batch(
 def test_a_tenant_of_another_basis_is_refused_and_said_in_one_line(
     engine: Any, native: PeftModel, folder: Path
 ) -> None:
-    with pytest.raises(SystemExit, match="The tenant belongs to the basis 000000000000, but this model has"):
-        engine.say("put", files=[weights_of(native, 3, "0" * 64, folder)])
+    other = folder / "other"
+    other.write_bytes(save(load(tenant_weights(native)), {"format": "pt", ENTRY: "0" * 32}))
+    with pytest.raises(SystemExit, match=f"The tenant has a core on the basis {'0' * 32}, but this model has"):
+        engine.say("put", files=[str(other)])
