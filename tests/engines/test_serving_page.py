@@ -39,9 +39,11 @@ def _requests(port: int) -> list[tuple[str, dict[str, object] | list[object]]]:
 def test_the_programs_of_llama_cpp_know_the_pages_flags() -> None:
     home = environment_of("llama.cpp")
     found = [words for words in _commands("$LLAMA/bin/") if words]
-    assert len(found) == 4
-    for words in found:
-        program = [word.replace("$LLAMA", str(home)) for word in words[: 1 + words[0].endswith("python")]]
+    programs = [words[: 1 + words[0].endswith("python")] for words in found]
+    names = {Path(program[-1]).name for program in programs}
+    assert names == {"convert_hf_to_gguf.py", "convert_lora_to_gguf.py", "llama-server"}
+    for words, program in zip(found, programs, strict=True):
+        program = [word.replace("$LLAMA", str(home)) for word in program]
         help_ = subprocess.run([*program, "--help"], capture_output=True, text=True, check=True).stdout
         for flag in (word for word in words if word.startswith("--")):
             assert re.search(rf"{flag}\b", help_), flag
