@@ -1,6 +1,6 @@
 """Hundreds of tenants asked in random order, more than a LoRA's slots: time to the first token, and tokens a second.
 
-    python benchmarks/served_many.py             # SmolLM2, half an hour (``make engines``);  --quick: a tiny model
+    python benchmarks/served_many.py             # SmolLM2, a quarter of an hour (``make engines``);  --quick: a tiny model
 
 Three ``vllm serve`` take turns, each with slots of the same bytes in all: a basis model, which reads tenants from the
 folder that training writes (``FROZENCORE_TENANTS``), and the base model with LoRAs of rank 16 and of rank 1, which
@@ -58,7 +58,7 @@ class Load:
     new_tokens: int = 16
 
 
-OF_SMOLLM2 = Load(SMOLLM2, 500, {BASIS: 512, LORA_1: 136, LORA: 8}, 1_000)
+OF_SMOLLM2 = Load(SMOLLM2, 500, {BASIS: 512, LORA_1: 136, LORA: 8}, 320)
 TINY = Load(QUICK, 6, {BASIS: 6, LORA_1: 3, LORA: 2}, 12, clients=2, prompt_tokens=8, new_tokens=2)
 
 

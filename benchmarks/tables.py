@@ -27,6 +27,7 @@ import many_tenants
 import many_training
 import rates
 import served
+import served_many
 import smollm2
 import step
 import tenant_tables
@@ -140,6 +141,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "devices": (devices.table_of, "devices.json"),
         "many-tenants": (many_tenants.table_of, "many_tenants.jsonl"),
         "served": (served.table_of, "served.json"),
+        "served-many": (served_many.table_of, "served_many.json"),
         "tenants-keep": (tenants.keep_table, "tenants.json"),
     },
     "docs/paper.md": {"outliers": (outliers, "outliers")},
