@@ -1,6 +1,6 @@
 """Hundreds of tenants asked in random order, more than a LoRA's slots: time to the first token, and tokens a second.
 
-    python benchmarks/served_many.py             # SmolLM2, a quarter of an hour (``make engines``);  --quick: a tiny model
+    python benchmarks/served_many.py             # SmolLM2, 15 minutes (``make engines``);  --quick: a tiny model
 
 Three ``vllm serve`` take turns, each with slots of the same bytes in all: a basis model, which reads tenants from the
 folder that training writes (``FROZENCORE_TENANTS``), and the base model with LoRAs of rank 16 and of rank 1, which
