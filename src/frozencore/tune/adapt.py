@@ -165,8 +165,9 @@ def learning_rate_of(model: Any, pad_id: int, rows: Sequence[TokenRow]) -> float
         ConfigError: The rows have no gradient, so any rate is as good.
     """
     rate: float | None = model.peft_config["default"].learning_rate
-    batches = make_batches(rows, pad_id=pad_id, batch_size=1)
-    rate = rate or proposed_learning_rate(model, frozen_core_layers(model, "default"), "default", batches)
+    if rate is None:
+        batches = make_batches(rows, pad_id=pad_id, batch_size=1)
+        rate = proposed_learning_rate(model, frozen_core_layers(model, "default"), "default", batches)
     if rate is None:
         raise ConfigError("The gradients of the cores are zero or not finite: no rate is known. Give --learning-rate.")
     return rate
