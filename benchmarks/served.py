@@ -66,16 +66,21 @@ QUICK = Plan(layers=2, width=128, rank=8, rows=4, new_tokens=3, tenants=(1, 4), 
 SMOLLM2 = Plan(model="smollm2", layers=30, width=576, rounds=4)
 
 
+def environment(**settings: str) -> dict[str, str]:
+    """The variables of a process of vLLM, which has packages of its own."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return kept | SETTINGS | settings
+
+
 class Driven:
     """An engine in a process of its own."""
 
     def __init__(self, log: Path, **settings: Any) -> None:
         script = Path(__file__).with_name("served_engine.py")
-        kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 [PYTHON, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-                env=kept | SETTINGS,
+                env=environment(),
             )  # fmt: skip
         self.log = log
         self.say("start", **settings)

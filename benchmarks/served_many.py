@@ -36,7 +36,20 @@ from contestants import ATTENTION, UNCALIBRATED, adapter_config
 from frozencore import Core, export_basis_model, save_basis
 from frozencore.adapter.folders import read_adapter
 from harness import load_average, parser_of, table, write_found
-from served import BASE, BASIS, LORA, LORA_1, PYTHON, QUICK, SETTINGS, SMOLLM2, Plan, make_base, random_lora, version_of
+from served import (
+    BASE,
+    BASIS,
+    LORA,
+    LORA_1,
+    PYTHON,
+    QUICK,
+    SMOLLM2,
+    Plan,
+    environment,
+    make_base,
+    random_lora,
+    version_of,
+)
 
 START_S, ANSWER_S = 600, 600
 
@@ -101,18 +114,17 @@ def server(load: Load, kind: str, folder: Path) -> Iterator[int]:
     command += ["--skip-tokenizer-init", "--max-model-len", "128", "--max-num-seqs", str(load.clients)]
     command += ["--no-enable-prefix-caching", "--enable-lora", "--max-loras", str(slots)]
     command += ["--max-cpu-loras", str(slots), "--max-lora-rank", str(rank), "--lora-target-modules", *targets]
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    mine = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    here = str(folder / f"tenants of {kind}")
     if kind == BASIS:
-        mine |= {"VLLM_PLUGINS": "frozencore_basis_model", "FROZENCORE_CACHE": str(folder / "cache")}
-        mine |= {"FROZENCORE_TENANTS": str(folder / f"tenants of {kind}")}
+        mine = {"FROZENCORE_TENANTS": here, "FROZENCORE_CACHE": str(folder / "cache")}
+        mine |= {"VLLM_PLUGINS": "frozencore_basis_model"}
     else:
-        mine |= {"VLLM_PLUGINS": "lora_filesystem_resolver"}
-        mine |= {"VLLM_LORA_RESOLVER_CACHE_DIR": str(folder / f"tenants of {kind}")}
+        mine = {"VLLM_LORA_RESOLVER_CACHE_DIR": here, "VLLM_PLUGINS": "lora_filesystem_resolver"}
+    variables = environment(VLLM_ALLOW_RUNTIME_LORA_UPDATING="1", **mine)
     log = folder / f"{kind}.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
-            list(map(str, command)), stdout=errors, stderr=errors, env=kept | SETTINGS | mine, start_new_session=True
+            list(map(str, command)), stdout=errors, stderr=errors, env=variables, start_new_session=True
         )
     try:
         until_up(process, port, log)
