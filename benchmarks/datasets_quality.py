@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/datasets_quality.py --data-root DIR --work FOLDER            # resumes
     python benchmarks/datasets_quality.py --data-root DIR --work FOLDER --device cuda --dtype bfloat16
+    python benchmarks/datasets_quality.py --data-root DIR --work FOLDER --arms fcca-16,lora-1 --first 20 --seeds 1
 
 ``--data-root`` holds ``development`` and ``final``, each with NAME.train.jsonl and NAME.eval.jsonl. A tenant is a data
 set: 96 training rows, plain prompts, four epochs, eight rows a step. It is scored on all its evaluation rows: the loss
@@ -15,8 +16,13 @@ Set on 28 November 2026, before the first run:
   minus LoRA of rank 1, shared FCCA minus shared Random (cores of rank 16).
 - An interval is 95 %, from resampling data sets. "Equal" means that it lies within 2 points and within .03 nats.
 - Everything else is secondary, with Holm's adjustment.
-- The learning rate of each arm is searched on rows 97 to 150 of eight development sets, by factors of two until the
+- The learning rate of each arm is searched on rows 97 to 150 of some development sets, by factors of two until the
   best one lies between two worse ones. It holds for all data sets, seeds and bits.
+
+Set on 29 November, still before the first run, for a machine of two cores without bfloat16:
+
+- The searches take four development sets (they were eight): on eight a search would cost half of an arm.
+- ``--first N`` measures the N data sets with the shortest training rows, so that each arm has the same ones.
 """
 
 from __future__ import annotations
@@ -49,17 +55,14 @@ from tenant_tables import with_interval
 from tenants_quality import Sharing
 
 TRAIN, VALIDATION, EPOCHS, CALIBRATION = 96, 54, 4, 16
-SEARCHED = (
-    "snips_intent", "clickbait", "tweet_emotion", "numersense", "svamp_operation", "maptask_dialogue_act", "rte",
-    "bbh_movie_recommendation",
-)  # fmt: skip
+SEARCHED = ("snips_intent", "clickbait", "tweet_emotion", "numersense")
 FIRST_RATES = {
     "own": 1e-2, "fcca": 1e-2, "rawgrad": 1e-2, "eva": 1e-2, "random": 2e-2, "lora_xs": 1e-2, "lora": 2e-3,
 }  # fmt: skip
 """Where a search begins: this rate, twice it and half of it."""
 ARMS: Sequence[tuple[str, int]] = [
-    ("fcca", 16), ("lora", 1), ("random", 16), ("own", 16), ("lora", 16), ("fcca", 8), ("fcca", 32), ("rawgrad", 16),
-    ("eva", 16), ("lora_xs", 16),
+    ("base", 0), ("fcca", 16), ("lora", 1), ("random", 16), ("own", 16), ("lora", 16), ("fcca", 8), ("fcca", 32),
+    ("rawgrad", 16), ("eva", 16), ("lora_xs", 16),
 ]  # fmt: skip
 """The arms with their ranks, what counts most first: ``own`` is FCCA of a tenant's own rows, others are shared."""
 BITS = (8, 4, 3, 2, 1)
@@ -70,6 +73,9 @@ PRIMARY = [
 ]
 EQUAL = {"loss": 0.03, "exact": 2.0}
 ROWS_AT_ONCE = 16
+GROUP = 4
+"""How many data sets train together in an arm before the next arm has them."""
+QUICK_ARMS: Sequence[tuple[str, int]] = [("base", 0), ("fcca", 4), ("lora", 1), ("own", 4)]
 SCORED = "rows 97 to 150 choose rates, the eval files score"
 
 
@@ -116,19 +122,32 @@ class Datasets(Sharing):
     def recipe(self, rows: Sequence[TokenRow], rate: float, seed: int = SEED) -> Recipe:
         return Recipe(rate, 0.1, epochs=1 if self.quick else EPOCHS, batch_size=8, accumulation=1, seed=seed)
 
-    def run(self) -> None:
-        self.measure_base()
-        for seed in self.seeds:
-            for arm, rank in [("fcca", 4), ("lora", 1), ("own", 4)] if self.quick else ARMS:
-                rate = self.searched_rate(FIRST_RATES[arm], arm, rank, self.adapters(arm, rank, SEED))
-                jobs: list[Job] = [(name, rate) for name in self.everyone]
-                self.measure(arm, rank, jobs, self.adapters(arm, rank, seed), seed=seed)
-                if arm in ("fcca", "lora"):
-                    for bits in BITS:
-                        rounded = partial(self.rounded, arm, rank, seed, bits)
-                        self.measure(f"{arm}, {bits} bits", rank, jobs, rounded, seed=seed)
+    def run(self, arms: Sequence[tuple[str, int]], first: int | None, seeds: int | None) -> None:
+        """Measure some arms on the first data sets with the first seeds, None for all; then their adapters at few bits.
+
+        Bases are made of all development sets in any case.
+        """
+        everyone = sorted(self.everyone, key=lambda name: sum(len(row.input_ids) for row in self.train_rows[name]))
+        groups = [everyone[:first][start : start + GROUP] for start in range(0, len(everyone[:first]), GROUP)]
+        for seed in self.seeds[:seeds]:
+            rates = {(arm, rank): self.rate(arm, rank) for arm, rank in arms}
+            for group in groups:
+                for (arm, rank), rate in rates.items():
+                    self.measure(arm, rank, [(name, rate) for name in group], self.adapters(arm, rank, seed), seed=seed)
+            for arm, rank in arms:
+                for bits in BITS if arm in ("fcca", "lora") else ():
+                    jobs = [(name, rates[arm, rank]) for name in everyone[:first]]
+                    at_bits = partial(self.rounded, arm, rank, seed, bits)
+                    self.measure(f"{arm}, {bits} bits", rank, jobs, at_bits, seed=seed)
+
+    def rate(self, arm: str, rank: int) -> float | None:
+        if arm == "base":
+            return None
+        return self.searched_rate(FIRST_RATES[arm], arm, rank, self.adapters(arm, rank, SEED))
 
     def adapters(self, arm: str, rank: int, seed: int) -> Callable[[Sequence[Job]], Adapters]:
+        if arm == "base":
+            return lambda jobs: ((self.model, job, {}) for job in jobs)
         train = {
             "lora": partial(self.loras, rank=rank, seed=seed), "own": partial(self.on_own_bases, rank=rank, seed=seed),
         }.get(arm) or (lambda jobs: self.on(self.basis(arm, rank, seed), rank, jobs, seed))  # fmt: skip
@@ -239,11 +258,18 @@ def arms_table(lines: Sequence[Record]) -> str:
     return table(heads, rows) if rows else "Not measured yet.\n"
 
 
+def arms_of(text: str) -> list[tuple[str, int]]:
+    return [(arm, int(rank)) for arm, _, rank in (one.rpartition("-") for one in text.split(","))]
+
+
 def main() -> None:
     parser = parser_of(__doc__, "datasets-quality", "jsonl")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--work", type=Path, help="Folder for trained adapters and bases; with --quick beside --out.")
+    parser.add_argument("--arms", type=arms_of, help="Some arms with their ranks, as fcca-16,lora-1. Default: all.")
+    parser.add_argument("--first", type=int, help="Only so many data sets, those with the shortest rows.")
+    parser.add_argument("--seeds", type=int, help="Only so many seeds.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
@@ -263,7 +289,8 @@ def main() -> None:
     }  # fmt: skip
     results = Results(out, common, (*key("", 0, ""),))
     encoder = PromptEncoder(tokenizer, style="plain")
-    Datasets(model, encoder, tenants, results, options.work or out.with_suffix(".work"), options.quick).run()
+    study = Datasets(model, encoder, tenants, results, options.work or out.with_suffix(".work"), options.quick)
+    study.run(options.arms or (QUICK_ARMS if options.quick else ARMS), options.first, options.seeds)
 
 
 if __name__ == "__main__":
