@@ -28,7 +28,7 @@ Set on 29 November, still before the first run, for a machine of two cores witho
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -37,10 +37,14 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from peft import PeftModel
+from scipy.stats import wilcoxon
 from torch import Tensor
 
+import figures
+from diagonal import diagonal
 from frozencore import Core, basis_id, swap_core
 from frozencore.files.fingerprint import fingerprint_model
+from frozencore.maths.compress import compress
 from frozencore.maths.quantise import levels, quantise
 from frozencore.tune.load import load_model
 from frozencore.tune.provenance import Provenance
@@ -48,9 +52,10 @@ from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.recipe import Recipe
+from frozencore_lab.reports.statistics import holm
 from harness import RESULTS, ROOT, Record, parser_of, table
 from tenant_rows import Tenant, TenantPlan, manifest_of
-from tenant_study import SEED, Adapters, Job, Results, key, put_factors
+from tenant_study import SEED, Adapters, Job, Results, Updates, key, put_factors
 from tenant_tables import with_interval
 from tenants_quality import Sharing
 
@@ -72,10 +77,21 @@ PRIMARY = [
     ("shared FCCA minus shared Random", ("fcca", 16), ("random", 16)),
 ]
 EQUAL = {"loss": 0.03, "exact": 2.0}
+FIRST = ("fcca", 16)
+DIGITS = {"loss": 3, "exact": 1}
+STAR = 0.05
+NAMES = {
+    "base": "the base model", "fcca": "one FCCA basis", "own": "its own basis", "lora": "a LoRA",
+    "random": "one Random basis", "rawgrad": "one RawGrad basis", "eva": "one EVA basis",
+    "lora_xs": "one LoRA-XS basis",
+}  # fmt: skip
 ROWS_AT_ONCE = 16
+LORA = 16
+CUTS = {"full cores": (16, 32, 64), "diagonal cores": (16, 64, 256), "cut alone": (1, 2, 4)}
+QUICK_CUTS = {"full cores": (2,), "diagonal cores": (3,), "cut alone": (1,)}
 GROUP = 4
 """How many data sets train together in an arm before the next arm has them."""
-QUICK_ARMS: Sequence[tuple[str, int]] = [("base", 0), ("fcca", 4), ("lora", 1), ("own", 4)]
+QUICK_ARMS: Sequence[tuple[str, int]] = [("base", 0), ("fcca", 4), ("lora", 2), ("own", 4)]
 SCORED = "rows 97 to 150 choose rates, the eval files score"
 
 
@@ -122,10 +138,13 @@ class Datasets(Sharing):
     def recipe(self, rows: Sequence[TokenRow], rate: float, seed: int = SEED) -> Recipe:
         return Recipe(rate, 0.1, epochs=1 if self.quick else EPOCHS, batch_size=8, accumulation=1, seed=seed)
 
-    def run(self, arms: Sequence[tuple[str, int]], first: int | None, seeds: int | None) -> None:
-        """Measure some arms on the first data sets with the first seeds, None for all; then their adapters at few bits.
+    def run(self, arms: Sequence[tuple[str, int]], first: int | None, seeds: int | None, only_train: bool) -> None:
+        """Measure some arms on the first data sets with the first seeds, None for all; then what is left of them.
 
         Bases are made of all development sets in any case.
+
+        Args:
+            only_train: Leave out fewer bits and compression.
         """
         everyone = sorted(self.everyone, key=lambda name: sum(len(row.input_ids) for row in self.train_rows[name]))
         groups = [everyone[:first][start : start + GROUP] for start in range(0, len(everyone[:first]), GROUP)]
@@ -134,16 +153,55 @@ class Datasets(Sharing):
             for group in groups:
                 for (arm, rank), rate in rates.items():
                     self.measure(arm, rank, [(name, rate) for name in group], self.adapters(arm, rank, seed), seed=seed)
+            if only_train:
+                continue
             for arm, rank in arms:
                 for bits in BITS if arm in ("fcca", "lora") else ():
                     jobs = [(name, rates[arm, rank]) for name in everyone[:first]]
                     at_bits = partial(self.rounded, arm, rank, seed, bits)
                     self.measure(f"{arm}, {bits} bits", rank, jobs, at_bits, seed=seed)
+            if ("lora", 2 if self.quick else LORA) in arms:
+                self.compressed_loras(everyone[:first], rates["lora", 2 if self.quick else LORA], seed)
 
     def rate(self, arm: str, rank: int) -> float | None:
         if arm == "base":
             return None
         return self.searched_rate(FIRST_RATES[arm], arm, rank, self.adapters(arm, rank, SEED))
+
+    def compressed_loras(self, names: Sequence[str], rate: float, seed: int) -> None:
+        """The LoRAs of rank 16 as full or diagonal cores on one basis of all of them, and each cut alone."""
+        rank, every = (2, QUICK_CUTS) if self.quick else (LORA, CUTS)
+        loras = {name: self.update_of(f"lora-{rank}-{seed}/{name}-{rate:g}") for name in names}
+        jobs: list[Job] = [(name, rate) for name in names]
+        for arm, ranks in every.items():
+            for other in ranks:
+                self.measure(
+                    f"lora of {len(names)}, {arm}", other, jobs, partial(self.cut, arm, other, loras), seed=seed
+                )
+
+    def update_of(self, name: str) -> Updates:
+        stored = self.stored(name, dict)
+        return {at[:-2]: (stored[at].mT, stored[f"{at[:-2]}.A"]) for at in stored if at.endswith(".B")}
+
+    def cut(self, arm: str, rank: int, loras: Mapping[str, Updates], jobs: Sequence[Job]) -> Adapters:
+        """Put each LoRA on the model as it is after it was cut, as a LoRA of the rank that this has; and its bytes."""
+        layers = {layer: [own[layer] for own in loras.values()] for layer in next(iter(loras.values()))}
+        done = {layer: CUTTERS[arm](updates, rank) for layer, updates in layers.items()}
+        whole, kept, names = dict.fromkeys(loras, 0.0), dict.fromkeys(loras, 0.0), list(loras)
+        found: dict[str, Updates] = {name: {} for name in names}
+        for layer, (factors, _, _) in done.items():
+            for name, (B, A), (left, right) in zip(names, layers[layer], factors, strict=True):
+                whole[name] += float((B @ A).square().sum())
+                kept[name] += float((B @ A).square().sum() - (B @ A - left @ right).square().sum())
+                found[name][layer] = left, right
+        sizes = {
+            "value_bytes": 4 * sum(own for _, own, _ in done.values()),
+            "basis_bytes": 4 * sum(shared for _, _, shared in done.values()),
+        }
+        with self.adapted("lora", max(left.shape[1] for left, _ in found[names[0]].values())) as model:
+            for name, rate in jobs:
+                put_factors(model, found[name])
+                yield model, (name, rate), {**sizes, "sources": len(names), "kept": kept[name] / whole[name]}
 
     def adapters(self, arm: str, rank: int, seed: int) -> Callable[[Sequence[Job]], Adapters]:
         if arm == "base":
@@ -212,6 +270,35 @@ def rounded(rows: Tensor, bits: int) -> Tensor:
     return torch.stack([levels(codes, scale, bits) for codes, scale in (quantise(row, bits) for row in rows)])
 
 
+# -------------------------------------------------------------------------------------------------------------- cutting
+
+Factors = tuple[list[tuple[Tensor, Tensor]], int, int]
+"""Left and right factors of each update, the values that each tenant has, and those that all share."""
+
+
+def on_full_cores(updates: Sequence[tuple[Tensor, Tensor]], rank: int) -> Factors:
+    basis = compress(updates, rank)
+    factors = [(basis.P @ (basis.P.mT @ B) @ (A @ basis.Q), basis.Q.mT.contiguous()) for B, A in updates]
+    return factors, basis.P.shape[1] ** 2, basis.P.numel() + basis.Q.numel()
+
+
+def on_diagonal_cores(updates: Sequence[tuple[Tensor, Tensor]], rank: int) -> Factors:
+    U, V, sigmas = diagonal(updates, rank)
+    return [(U * sigma, V.mT.contiguous()) for sigma in sigmas], rank, U.numel() + V.numel()
+
+
+def alone(updates: Sequence[tuple[Tensor, Tensor]], rank: int) -> Factors:
+    factors = []
+    for B, A in updates:
+        (left, L), (right, R) = torch.linalg.qr(B), torch.linalg.qr(A.mT)
+        X, S, Y = torch.linalg.svd(L @ R.mT)
+        factors.append((left @ X[:, :rank] * S[:rank], Y[:rank] @ right.mT))
+    return factors, factors[0][0].numel() + factors[0][1].numel(), 0
+
+
+CUTTERS = {"full cores": on_full_cores, "diagonal cores": on_diagonal_cores, "cut alone": alone}
+
+
 # --------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -229,33 +316,86 @@ def primary_table(lines: Sequence[Record]) -> str:
     rows = []
     for title, one, other in PRIMARY:
         cells = []
-        for measure, digits in (("loss", 3), ("exact", 1)):
-            mine, theirs = by_set(lines, one, measure), by_set(lines, other, measure)
-            both = sorted(mine.keys() & theirs.keys())
-            if len(both) < 2:
+        for measure, digits in DIGITS.items():
+            differences = apart(lines, one, other, measure)
+            if len(differences) < 2:
                 break
-            middle, low, high = with_interval(np.array([[mine[name] - theirs[name]] for name in both]), both)
-            equal = "equal" if max(abs(low), abs(high)) <= EQUAL[measure] else ""
-            cells += [str(len(both)), f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})", equal]
+            middle, low, high = interval_of(differences)
+            equal = "yes" if max(abs(low), abs(high)) <= EQUAL[measure] else "not shown"
+            cells += [str(len(differences)), f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})", equal]
         else:
             rows.append([title, *cells[:3], *cells[4:]])
-    heads = ["difference", "data sets", "loss, nats", "within .03", "exact match, points", "within 2"]
+    heads = ["difference", "data sets", "loss", "equal within .03", "exact match, points", "equal within 2"]
     return table(heads, rows) if rows else "Not measured yet.\n"
+
+
+def apart(lines: Sequence[Record], arm: tuple[str, int], first: tuple[str, int], measure: str) -> dict[str, float]:
+    """An arm minus another by data set, for those that both have."""
+    mine, theirs = by_set(lines, arm, measure), by_set(lines, first, measure)
+    return {name: mine[name] - theirs[name] for name in sorted(mine.keys() & theirs.keys())}
+
+
+def interval_of(differences: Mapping[str, float]) -> tuple[float, float, float]:
+    """The mean and its 95 % interval from resampling data sets."""
+    return with_interval(np.array([[value] for value in differences.values()]), list(differences))
 
 
 def arms_table(lines: Sequence[Record]) -> str:
-    """Means over data sets of each arm."""
-    arms = dict.fromkeys((line["arm"], line["rank"]) for line in lines if line["phase"] == "final")
+    """The mean of each arm over its data sets, and what it is above the shared FCCA on those that both have."""
+    arms = [arm for arm in ARMS if len(by_set(lines, arm, "loss")) > 1]
+    if FIRST not in arms:
+        return "Not measured yet.\n"
+    rates = {(line["arm"], line["rank"]): line["learning_rate"] for line in lines if line["phase"] == "final"}
     rows = []
     for arm, rank in arms:
-        loss, exact = (by_set(lines, (arm, rank), measure) for measure in ("loss", "exact"))
-        rate = next((line["learning_rate"] for line in lines if (line["arm"], line["rank"]) == (arm, rank)), None)
-        shown = [f"{np.mean([*loss.values()]):.3f}", f"{np.mean([*exact.values()]):.1f}"]
-        rows.append(
-            [f"{arm}, r = {rank}" if rank else arm, str(len(loss)), "" if rate is None else f"{rate:g}", *shown]
-        )
-    heads = ["arm", "data sets", "learning rate", "loss, nats a token", "exact match, %"]
+        count = len(by_set(lines, (arm, rank), "loss"))
+        rows.append([NAMES[arm] + f", r = {rank}" * (rank > 0), str(count), f"{rates[arm, rank]:g}" if rank else ""])
+    for measure, digits in DIGITS.items():
+        differences = [apart(lines, arm, FIRST, measure) for arm in arms]
+        tests = [
+            None if arm == FIRST else float(wilcoxon([*of.values()]).pvalue)
+            for arm, of in zip(arms, differences, strict=True)
+        ]
+        for row, arm, of, p in zip(rows, arms, differences, holm(tests), strict=True):
+            middle, low, high = (f"{value:+.{digits}f}" for value in interval_of(of))
+            row.append(f"{np.mean([*by_set(lines, arm, measure).values()]):.{digits}f}")
+            row.append("" if p is None else f"{middle} ({low} to {high})" + " *" * (p < STAR))
+    heads = ["each data set has", "data sets", "learning rate"]
+    return table([*heads, "loss", "minus shared FCCA", "exact match, %", "minus shared FCCA"], rows)
+
+
+def bits_table(lines: Sequence[Record]) -> str:
+    """What fewer bits cost each arm, and the bytes of its values."""
+    rows = []
+    for arm, rank in ARMS:
+        for bits in BITS:
+            name = (f"{arm}, {bits} bits", rank)
+            differences = {measure: apart(lines, name, (arm, rank), measure) for measure in DIGITS}
+            if len(differences["loss"]) < 2:
+                continue
+            size = next(line["value_bytes"] for line in lines if (line["arm"], line["rank"]) == name)
+            cells = [f"{NAMES[arm]}, r = {rank}", str(bits), f"{size:,}", str(len(differences["loss"]))]
+            for measure, digits in DIGITS.items():
+                middle, low, high = interval_of(differences[measure])
+                cells.append(f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})")
+            rows.append(cells)
+    heads = ["adapter", "bits", "bytes of values", "data sets", "loss, minus 32 bits", "exact match, minus 32 bits"]
     return table(heads, rows) if rows else "Not measured yet.\n"
+
+
+def picture(lines: Sequence[Record]) -> str:
+    """The loss of each data set with the shared FCCA against that of each rival of the primary questions."""
+    panels = []
+    for other in (("own", 16), ("lora", 1), ("random", 16)):
+        mine, theirs = by_set(lines, FIRST, "loss"), by_set(lines, other, "loss")
+        places = [(theirs[name], mine[name]) for name in sorted(mine.keys() & theirs.keys())]
+        panels.append((f"loss, {NAMES[other[0]]}, r = {other[1]}", places))
+    about = "The held-out loss of each data set with a core on the shared FCCA basis against three rivals."
+    note = [
+        "Each point is a data set: nats a token with a core of r = 16 on one FCCA basis (height) and with the rival.",
+        "SmolLM2-135M-Instruct. Below the line the shared core is better.",
+    ]
+    return figures.against(panels, "loss, shared FCCA, r = 16", "A shared core beside its three rivals", about, note)
 
 
 def arms_of(text: str) -> list[tuple[str, int]]:
@@ -270,6 +410,7 @@ def main() -> None:
     parser.add_argument("--arms", type=arms_of, help="Some arms with their ranks, as fcca-16,lora-1. Default: all.")
     parser.add_argument("--first", type=int, help="Only so many data sets, those with the shortest rows.")
     parser.add_argument("--seeds", type=int, help="Only so many seeds.")
+    parser.add_argument("--only-train", action="store_true", help="Leave out fewer bits and compression.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
@@ -290,7 +431,7 @@ def main() -> None:
     results = Results(out, common, (*key("", 0, ""),))
     encoder = PromptEncoder(tokenizer, style="plain")
     study = Datasets(model, encoder, tenants, results, options.work or out.with_suffix(".work"), options.quick)
-    study.run(options.arms or (QUICK_ARMS if options.quick else ARMS), options.first, options.seeds)
+    study.run(options.arms or (QUICK_ARMS if options.quick else ARMS), options.first, options.seeds, options.only_train)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ __all__ = [
     "Kind",
     "Panel",
     "Point",
+    "against",
     "bars",
     "chart",
     "planes",
@@ -244,6 +245,43 @@ def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float
         left, base = _free(drawn, name, at, *heights)
         drawn += [(left, base - 4 * row, left + 7 * len(name), base - 4 * row) for row in range(3)]
         yield words(left, base, name, size=12)
+
+
+def against(
+    panels: Sequence[tuple[str, Sequence[tuple[float, float]]]],
+    ordinate: str,
+    title: str,
+    about: str,
+    note: Sequence[str],
+) -> str:
+    """Panels (label of the abscissa, points) with one logarithmic scale; on the line both are equal."""
+    left, wide, gap, y0 = 56, 230, 44, 40
+    width = left + len(panels) * (wide + gap)
+    every = [log10(value) for _, points in panels for point in points for value in point]
+    least, most = min(every) - 0.06, max(every) + 0.06
+
+    def share(value: float) -> float:
+        return round(wide * (log10(value) - least) / (most - least), 1)
+
+    ticks = [tick for tick in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if least <= log10(tick) <= most]
+    parts = [words(16, y0 - 14, ordinate, size=12, colour=SOFT)]
+    for column, (label, points) in enumerate(panels):
+        x0 = left + column * (wide + gap)
+        parts.append(box(x0, y0, wide, wide, "none", edge=LIGHT))
+        for tick in ticks:
+            x, y = x0 + share(tick), y0 + wide - share(tick)
+            parts += [line(x0, y, x0 + wide, y, "#eeeeee"), line(x, y0, x, y0 + wide, "#eeeeee")]
+            parts += [words(x0 - 6, y + 4, f"{tick:g}", at="end", size=11)] if column == 0 else []
+            parts.append(words(x, y0 + wide + 16, f"{tick:g}", at="middle", size=11))
+        parts.append(line(x0, y0 + wide, x0 + wide, y0, GREY))
+        parts += [
+            f'<circle cx="{x0 + share(x):g}" cy="{y0 + wide - share(y):g}" r="4" fill="{ORANGE}" fill-opacity=".8"/>'
+            for x, y in points
+        ]
+        parts.append(words(x0 + wide / 2, y0 + wide + 36, label, at="middle", size=12, colour=SOFT))
+    y = y0 + wide + 64
+    parts += [words(16, y + 18 * place, text, size=12, colour=SOFT) for place, text in enumerate(note)]
+    return card(width, y + 18 * len(note), title, about, parts)
 
 
 def _ticks(low: float, high: float) -> list[float]:

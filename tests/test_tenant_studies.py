@@ -80,3 +80,63 @@ def test_a_data_set_is_scored_by_the_held_out_loss_and_by_the_exact_match_of_gre
     (loss,) = held_out_losses(model, [rows], pad_id=encoder.pad_id)
     assert found["loss"] == pytest.approx(loss, rel=1e-5)
     assert found["exact"] == pytest.approx(100 * sum(one.correct for one in predictions) / len(rows))
+
+
+def test_the_tables_of_data_sets_pair_what_both_arms_have_and_name_what_is_shown(studies: Any) -> None:
+    study = import_module("datasets_quality")
+    losses = {
+        ("fcca", 16): (1.0, 2.0, 3.0, 9.0),
+        ("own", 16): (0.9, 1.9, 2.9),
+        ("lora", 1): (1.5, 2.5, 3.1),
+        ("base", 0): (7.0, 7.0, 8.0),
+    }
+    lines = [
+        {
+            "phase": "final",
+            "arm": arm,
+            "rank": rank,
+            "tenant": f"set-{i}",
+            "loss": loss,
+            "exact": 50.0,
+            "learning_rate": 0.01,
+        }
+        for (arm, rank), of in losses.items()
+        for i, loss in enumerate(of)
+    ]
+    assert (
+        "| own basis minus shared FCCA | 3 | -0.100 (-0.100 to -0.100) | not shown | +0.0 (+0.0 to +0.0) | yes |"
+        in (study.primary_table(lines))
+    )
+    assert "shared Random" not in study.primary_table(lines)
+    arms = study.arms_table(lines)
+    assert "| one FCCA basis, r = 16 | 4 | 0.01 | 3.750 |" in arms
+    assert "| a LoRA, r = 1 | 3 | 0.01 | 2.367 | +0.367 (+0.100 to +0.500) |" in arms
+    fewer = [{**line, "arm": "fcca, 4 bits", "loss": line["loss"] + 0.5, "value_bytes": 99} for line in lines[:4]]
+    assert "| one FCCA basis, r = 16 | 4 | 99 | 4 | +0.500 (+0.500 to +0.500) |" in study.bits_table(lines + fewer)
+    assert (
+        study.picture(lines + [{**line, "arm": "random", "rank": 16} for line in lines[:2]]).count("<circle")
+        == 3 + 3 + 2
+    )
+    assert [one([]) for one in (study.primary_table, study.arms_table, study.bits_table)] == ["Not measured yet.\n"] * 3
+
+
+def test_diagonal_cores_are_found_where_they_are_and_keep_more_at_a_larger_rank(studies: Any) -> None:
+    study, draw = import_module("diagonal"), torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    U, V, sigmas = random(40, 6), random(30, 6), random(9, 6)
+    updates = [(U * sigma, V.mT) for sigma in sigmas]
+    left, right, found = study.diagonal(updates, 6, 200)
+    for (B, A), sigma in zip(updates, found, strict=True):
+        torch.testing.assert_close((left * sigma) @ right.mT, B @ A, rtol=0, atol=1e-4)
+    unlike = [(random(40, 4), random(4, 30)) for _ in range(8)]
+    lost = []
+    for rank in (4, 16, 32):
+        left, right, found = study.diagonal(unlike, rank)
+        lost.append(
+            sum(float(((left * s) @ right.mT - B @ A).square().sum()) for (B, A), s in zip(unlike, found, strict=True))
+        )
+    assert lost[0] > lost[1] > lost[2]
+    assert lost[2] < 1e-6 * lost[0]

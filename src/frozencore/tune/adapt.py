@@ -158,16 +158,25 @@ def adapt(
     return Adapted(model, targets, made)
 
 
-def learning_rate_of(model: Any, pad_id: int, rows: Sequence[TokenRow]) -> float:
+def proposed_rate(model: Any, pad_id: int, rows: Sequence[TokenRow]) -> float | None:
     """The learning rate that the calibration of the basis proposed; without one it is measured on training rows.
 
-    Raises:
-        ConfigError: The rows have no gradient, so any rate is as good.
+    None where the gradients of the cores are zero or not finite.
     """
     rate: float | None = model.peft_config["default"].learning_rate
     if rate is None:
         batches = make_batches(rows, pad_id=pad_id, batch_size=1)
         rate = proposed_learning_rate(model, frozen_core_layers(model, "default"), "default", batches)
+    return rate
+
+
+def learning_rate_of(model: Any, pad_id: int, rows: Sequence[TokenRow]) -> float:
+    """:func:`proposed_rate` of a command with ``--learning-rate``.
+
+    Raises:
+        ConfigError: No rate is known.
+    """
+    rate = proposed_rate(model, pad_id, rows)
     if rate is None:
         raise ConfigError("The gradients of the cores are zero or not finite: no rate is known. Give --learning-rate.")
     return rate

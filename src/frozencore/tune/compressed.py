@@ -13,7 +13,7 @@ from frozencore.adapter.swap import round_core, swap_core
 from frozencore.errors import ConfigError, DivergenceError
 from frozencore.files.adapter_folder import adapter_in, folder_of, require_tenant_name
 from frozencore.text import Progress, as_stage
-from frozencore.tune.adapt import learning_rate_of
+from frozencore.tune.adapt import proposed_rate
 from frozencore.tune.adapters import add_adapter, save_adapter
 from frozencore.tune.config import make_config
 from frozencore.tune.evaluate import BaseWithAdapter, adapter_names
@@ -139,9 +139,8 @@ def score_cores(
         tenant_rows = rows[name]
         swap_core(model, shop / name / ADAPTER)
         scores[name]["compressed"] = _score(inputs, tenant_rows, model.eval(), f"{name}, compressed", progress)
-        try:
-            rate = learning_rate_of(model, inputs.encoder.pad_id, tenant_rows.rows.train)
-        except ConfigError:  # it names a flag that compress does not have
+        rate = proposed_rate(model, inputs.encoder.pad_id, tenant_rows.rows.train)
+        if rate is None:
             scores[name]["trained on"] = "No rate is known: the gradients of the core are zero or not finite."
             continue
         recipe = recipe_of(tenant_rows.config.training, method, tenant_rows.rows, model)
