@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -32,6 +33,7 @@ from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import overhead_tokens_of
 from harness import RESULTS, ROOT, Record, parser_of, table
 from tenant_study import Results, adapted, zero_core
+from tenant_tables import with_interval
 
 TRAIN, HELD_OUT, ROWS_A_STEP, EPOCHS, WARMUP, SEED = 128, 96, 8, 2, 0.1, 42
 NAMES = ("model", "set", "method", "rank", "arm")
@@ -71,6 +73,11 @@ def measure_cores(
 MODELS = {"smollm2": "SmolLM2-135M", "half": "Qwen2.5-Coder-0.5B"}
 FIXED = 1e-2  # the default before rates were measured
 LORA_DEFAULT = 2e-4
+COMPARED = {
+    "core, 0.01": "a core at 1e-2", "core, x0.5": "a core at half the rate", "core, x2": "a core at twice the rate",
+    "core, best rate tried": "a core at the best rate tried", "LoRA, 0.0002": "a LoRA of rank 16 at 2e-4",
+    "LoRA, 0.001": "a LoRA of rank 16 at 1e-3",
+}  # fmt: skip
 
 
 def table_of(lines: list[Record]) -> str:
@@ -94,6 +101,29 @@ def table_of(lines: list[Record]) -> str:
     best_tried = "best rate tried"
     core, lora = ["core, proposed rate", "core, 1e-2", f"core, {best_tried}"], ["LoRA, 2e-4", f"LoRA, {best_tried}"]
     return table(["model and data set", "base model", *core, *lora], rows)
+
+
+def means_of(lines: list[Record]) -> str:
+    """What other choices of the rate have above the proposed one, in the mean over the data sets that have both."""
+    rows = []
+    for model, shown in MODELS.items():
+        found: dict[str, dict[str, float]] = {}
+        for line in (line for line in lines if line["model"] == model and line["loss"] is not None):
+            if line["method"] == "fcca":
+                found.setdefault(f"core, {line['arm']}", {})[line["set"]] = line["loss"]
+                best = found.setdefault("core, best rate tried", {})
+                best[line["set"]] = min(line["loss"], best.get(line["set"], line["loss"]))
+            elif line["method"] == "lora":
+                found.setdefault(f"LoRA, {line['arm']}", {})[line["set"]] = line["loss"]
+        proposed = found.pop("core, proposed", {})
+        for arm, title in COMPARED.items():
+            both = [name for name in found.get(arm, {}) if name in proposed]
+            if len(both) > 1:
+                differences = np.array([[found[arm][name] - proposed[name]] for name in both])
+                middle, low, high = with_interval(differences, both)
+                means = (f"{np.mean([of[name] for name in both]):.3f}" for of in (proposed, found[arm]))
+                rows.append([f"{shown}: {title}", str(len(both)), *means, f"{middle:+.3f} ({low:+.3f} to {high:+.3f})"])
+    return table(["beside the proposed rate", "data sets", "proposed", "this", "this minus proposed"], rows)
 
 
 def at_rate(line: Record) -> str:

@@ -126,7 +126,10 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "seeds-hellaswag": (partial(in_order, by_loss), "smollm2-endings"),
         "equal-values": (at_equal_values, "smollm2-values"),
     },
-    "docs/learning-rate.md": {"rates": (rates.table_of, "rates.jsonl")},
+    "docs/learning-rate.md": {
+        "rates": (rates.table_of, "rates.jsonl"),
+        "rates-means": (rates.means_of, "rates.jsonl"),
+    },
     "docs/sharing.md": {
         "tenants": (partial(tenant_tables.sharing_table, "all"), "tenants-quality.jsonl"),
         "bases": (partial(tenant_tables.bases_table, "all"), *TENANTS[1:]),
