@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from contestants import ATTENTION, UNCALIBRATED, adapter_config
 from frozencore import export_basis_model, export_lora, export_tenant, frozen_core_layers, tenant_weights
 from frozencore.tune.locate import smollm2_path
-from harness import ROOT, load_average, parser_of, quartiles, ratios, table, with_quartiles, write_found
+from harness import ROOT, Quartiles, load_average, parser_of, quartiles, ratios, table, with_quartiles, write_found
 
 PYTHON = ROOT / ".engines" / "vllm" / "bin" / "python"
 SETTINGS = {
@@ -292,8 +292,12 @@ def sync(found: Mapping[str, Any]) -> str:
 
 
 def share(found: Mapping[str, Any], engine: str, count: int) -> str:
-    rows = (row["of_base"] for row in found["rows"] if (row["engine"], row["tenants"]) == (engine, count))
-    return with_quartiles(next(rows), ".0%")
+    return with_quartiles(of_base(found, engine, count), ".0%")
+
+
+def of_base(found: Mapping[str, Any], engine: str, count: int) -> Quartiles:
+    """The share of the base model's tokens a second in runs beside each other: quartiles."""
+    return next(row["of_base"] for row in found["rows"] if (row["engine"], row["tenants"]) == (engine, count))
 
 
 def main() -> None:

@@ -96,7 +96,7 @@ def at_a_glance(sharing: Runs, in_vllm: Mapping[str, Any]) -> str:
     everyone = list(adapters[-1])
     sizes = [of[everyone[0]][0]["disk_bytes"] for of in adapters]
     engines = [served.LORA, served.LORA_1, served.BASIS]
-    rates, slots = served.rates_of(in_vllm), [in_vllm["adapter"][engine]["slot_bytes"] for engine in engines]
+    slots = [in_vllm["adapter"][engine]["slot_bytes"] for engine in engines]
     of_base = {measure: values_of(arms["base", 0], everyone, measure).mean() for measure in ("loss", "accuracy")}
 
     def means(measure: str, digits: int) -> list[str]:
@@ -106,7 +106,7 @@ def at_a_glance(sharing: Runs, in_vllm: Mapping[str, Any]) -> str:
         ["bytes of a tenant", *(f"{size:,}" for size in sizes)],
         ["tenants in a gigabyte of vLLM", *(f"{1e9 // size:,.0f}" for size in slots)],
         ["64 tenants in vLLM, share of the base model's speed",
-         *(f"{rates[engine] / rates[served.BASE]:.0%}" for engine in engines)],
+         *(f"{served.of_base(in_vllm, engine, 64)[0]:.0%}" for engine in engines)],
         [f"held-out loss of 24 tenants, nats a token (base model {of_base['loss']:.2f})", *means("loss", 2)],
         [f"accuracy of 24 tenants, % (base model {of_base['accuracy']:.1f})", *means("accuracy", 1)],
     ]  # fmt: skip

@@ -12,7 +12,17 @@ import pytest
 from fixtures import ROOT
 from frozencore.tune.pocket import pocket_model_path
 
-PROGRAMS = ("step", "calibration", "smollm2", "tenants", "bank_bits", "many_training", "many_tenants", "devices")
+PROGRAMS = (
+    "step",
+    "calibration",
+    "smollm2",
+    "tenants",
+    "bank_bits",
+    "strangers",
+    "many_training",
+    "many_tenants",
+    "devices",
+)
 WORDS = {name: [name] for name in PROGRAMS} | {
     "rates": ["rates", "--rates", "1e-2", "--lora-rates", "1e-3"],
     "datasets": ["datasets_quality"],

@@ -108,9 +108,18 @@ def test_a_basis_of_tenants_carries_their_cores(command: Command, tmp_path: Path
     assert {path.name for path in (tmp_path / "shop").iterdir()} == {"adapter", "basis"}
     said = json.loads((basis / "basis.json").read_text())["calibrated_on"]
     assert re.fullmatch(r"4 rows of .*tenants, \d+ tokens", said)
+    again = command("calibrate", *FEW[:2], *few, "--tenants", tenants, "--out", tmp_path / "shop")
+    assert (again[0], again[2].count("\n")) == (2, 1)
+    assert "already holds an adapter" in again[2]
+    wrong = command(
+        "tune", *FEW[:2], "--data", tenants / "ben.jsonl", "--basis", tmp_path / "shop", "--out", tmp_path / "ben"
+    )
+    assert (wrong[0], wrong[2].count("\n")) == (2, 1)
+    assert f"Did you mean {basis}?" in wrong[2]
     short = ["--epochs", 1, "--batch-size", 4, "--basis", basis]
-    status, _, err = command("tune-many", *FEW[:2], "--tenants", tenants, *short, "--out", tmp_path / "many")
+    status, out, err = command("tune-many", *FEW[:2], "--tenants", tenants, *short, "--out", tmp_path / "many")
     assert status == 0, err
+    assert f"Next: frozencore chat {tmp_path / 'many' / 'anna'} --with-base\n" in out
     status, _, err = command("tune", *FEW[:2], "--data", tenants / "ben.jsonl", *short, "--out", tmp_path / "ben")
     assert status == 0, err
     assert said in (tmp_path / "ben" / "adapter" / "README.md").read_text()

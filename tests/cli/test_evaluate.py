@@ -203,3 +203,13 @@ def test_chat_takes_style_and_system_text_of_the_run_and_says_that_an_answer_is_
     seen, out = talk("one\n", run, answer="")
     assert seen == [prompt]
     assert "ended its answer at once" in out
+
+
+def test_chat_says_that_a_core_of_zeros_is_not_trained(
+    talk: Callable[..., tuple[list[str], str]], adapters: list[Path], tmp_path: Path
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(pocket_model_path())
+    get_peft_model(base, FrozenCoreConfig(r=4, constructor="random")).save_pretrained(str(tmp_path / "shop"))
+    _, out = talk("one\n", adapters[0], tmp_path / "shop", answer="yes")
+    assert "shop is not trained: its core is zero" in " ".join(out.split())
+    assert out.count("is not trained") == 1

@@ -65,7 +65,7 @@ def test_a_basis_model_and_its_tenant_are_two_commands_that_say_how_they_are_ser
     status, out, _ = command("export", adapter, "--base", base, "--to", "basis-model", "--with-code", "--out", shop)
     said = " ".join(out.split())
     assert (status, "rank 3, 2 layers" in said) == (0, True)
-    assert "--enable-lora --max-lora-rank 8 --lora-target-modules core --trust-remote-code" in said
+    assert "--enable-lora --max-lora-rank 8 --lora-target-modules core --max-loras 64 --trust-remote-code" in said
     assert "its heads have 8 values, not one of 32, 64" in said
     assert (shop / "frozencore_basis_model.py").read_bytes() == Path(frozencore_basis_model.__file__).read_bytes()
     status, out, _ = command("export", adapter, "--to", "tenant", "--base", shop, "--out", tenant)

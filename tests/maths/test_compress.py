@@ -20,6 +20,7 @@ from frozencore.maths.compress import (
     sharing_keeps_more_from,
     singular_energies,
 )
+from frozencore.maths.quantise import levels, quantise
 
 M, N = 14, 11
 
@@ -144,6 +145,22 @@ def test_sharing_pays_from_the_first_number_at_which_it_keeps_more() -> None:
         shares = ((n, sum(one.kept(basis / n + core) for one in alone) / 3) for n in range(1, 10_000))
         first = next((n for n, share in shares if share <= kept + 1e-4), None)
         assert sharing_keeps_more_from(alone, kept, basis, core) == first
+
+
+def test_four_bits_hold_cores_of_a_few_large_directions_and_would_not_in_singular_coordinates() -> None:
+    generator = torch.Generator().manual_seed(0)
+    updates = [(torch.randn(80, 1, generator=generator), torch.randn(1, 60, generator=generator)) for _ in range(16)]
+    found = compress(updates, 16)
+    cores = torch.stack([core_of(found.P, found.Q, one) for one in updates])
+    values = torch.linalg.svdvals(cores)
+
+    def lost(of: Tensor) -> float:
+        codes, scales = quantise(of.flatten(1), 4)
+        back = levels(codes, scales.double().unsqueeze(1), 4).view_as(of)
+        return float(((back - of).square().sum((1, 2)) / of.square().sum((1, 2))).mean())
+
+    assert lost(cores) < 0.05
+    assert lost(torch.diag_embed(values)) > 0.2
 
 
 def test_energies_come_from_the_factors() -> None:

@@ -189,8 +189,8 @@ def require_fit(origin: str, bases: Mapping[str, LayerBasis], layers: Layers, ad
     ours = {name: (basis.P.shape, basis.Q.shape, basis.scale) for name, basis in here.items()}
     if odd := [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]:
         raise ArtifactError(
-            f"{origin} has {_in_words(theirs.get(odd[0]))} for layer {odd[0]!r}, and this model "
-            f"{_in_words(ours.get(odd[0]))} ({len(odd)} layers differ). {way_out}"
+            f"{origin} does not fit this model: it has {_in_words(theirs.get(odd[0]))} for layer {odd[0]!r}, and this "
+            f"model {_in_words(ours.get(odd[0]))} ({len(odd)} layers differ). {way_out}"
         )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from safetensors.torch import save_file
@@ -49,6 +50,7 @@ from frozencore.maths.compress import (
 from frozencore.text import Progress, num_of
 
 LEAVE_OUT = "Or leave it out: --skip-bad."
+SHOWN_REASONS = 3
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ class Sizes:
     Attributes:
         before: All files of the adapters.
         after: The basis and all cores.
-        basis, tenant: The basis, and one core on average.
-        kept: The share of its update that an adapter keeps, on average.
+        basis, tenant, modules: The basis, and on average the file of a core, and what of it are heads and other
+            modules that were trained as a whole.
+        kept, kept_unrounded: The share of its update that an adapter keeps, on average; without rounding to few bits.
         kept_alone: The same if each adapter is cut alone, to the same number of values in all.
         pays_from: The least number of adapters from which one basis pays: it and the cores are then smaller than the
             adapters, and keep at least as much as each adapter cut alone. More adapters are taken to keep the same
@@ -82,7 +85,9 @@ class Sizes:
     after: int
     basis: int
     tenant: int
+    modules: int
     kept: float
+    kept_unrounded: float
     kept_alone: float
     pays_from: int | None
 
@@ -96,7 +101,8 @@ class CompressedAdapters:
         kept: By adapter.
         equal: The adapters that are equal to an earlier one but for their scales, which count once, and its name.
         skipped: The reason by adapter.
-        other_names: The names that adapters give their base model where the given one has another.
+        other_names: The names that adapters give their base model where the given one has another, or where they
+            give it several.
     """
 
     folder: Path
@@ -168,6 +174,7 @@ def compress_adapters(
     record = record_of_base(sources.values(), {layer: shapes[layer] for layer in found}, base)
     shared = config.make_basis(scaled, base=record)
     of_name: dict[str, Core] = {}
+    unrounded = fmean(_kept(by_layer).share for by_layer in energies.values())
     for name, of_layers in cores.items():
         exact = {layer: R / config.scale_of(layer) for layer, R in of_layers.items()}
         of_name[name] = Core.of(shared.id, exact).in_bits(bits, shared.ranks)
@@ -190,7 +197,7 @@ def compress_adapters(
             CutAlone(list(by_layer.values()), [sum(shapes[layer]) for layer in by_layer])
             for by_layer in spectra.values()
         ]
-        sizes = _sizes_in(aside, sources, alone, found, sum(shares) / len(shares))
+        sizes = _sizes_in(aside, sources, alone, found, (fmean(shares), unrounded))
         content = {
             name: {
                 "from": source.place, "kept": kept[name].share, "layers": kept[name].layers,
@@ -200,7 +207,7 @@ def compress_adapters(
         }  # fmt: skip
         about = {"basis": shared.id, "rank": config.r, "sizes": asdict(sizes), "adapters": content, "skipped": skipped}
         write_json(aside / COMPRESSION_FILE, about)
-    names = [] if base is None else other_names(sources.values(), base)
+    names = other_names(sources.values(), base)
     return CompressedAdapters(out, shared.id, config.r, len(found), kept, sizes, equal, skipped, names)
 
 
@@ -217,20 +224,26 @@ def _sizes_in(
     sources: Mapping[str, LowRankAdapter],
     alone: Sequence[CutAlone],
     found: Mapping[str, LayerBasis],
-    kept: float,
+    shares: tuple[float, float],
 ) -> Sizes:
-    """The sizes of the files that were written, and the number of adapters from which a shared basis pays."""
+    """The sizes of the files that were written, and the number of adapters from which a shared basis pays.
+
+    Args:
+        shares: The share that is kept, and without rounding.
+    """
+    kept, unrounded = shares
     files = [folder / name / IN_A_RUN / WEIGHTS_FILE for name in sources]
     before, number = sum(source.num_bytes for source in sources.values()), len(sources)
     basis, tenant = (folder / BASIS_FOLDER / FACTORS_FILE).stat().st_size, sum(f.stat().st_size for f in files) / number
+    modules = sum(X.nbytes for source in sources.values() for X in source.modules.values()) / number
     values = sum(one.P.numel() + one.Q.numel() for one in found.values())
     core = sum(one.rank**2 for one in found.values())
     saved = before / number - tenant
     smaller_from = int(basis // saved) + 1 if saved > 0 else None
     better_from = sharing_keeps_more_from(alone, kept, values, core)
     return Sizes(
-        before, round(basis + number * tenant), basis, round(tenant),
-        kept, sum(one.kept(values / number + core) for one in alone) / len(alone),
+        before, round(basis + number * tenant), basis, round(tenant), round(modules), kept, unrounded,
+        sum(one.kept(values / number + core) for one in alone) / len(alone),
         None if smaller_from is None or better_from is None else max(smaller_from, better_from),
     )  # fmt: skip
 
@@ -256,7 +269,8 @@ def _read_sources(
         if not skip_bad:
             raise ArtifactError(f"{skipped[name]} {LEAVE_OUT}")
     if not sources:
-        raise ArtifactError(f"There is no adapter to compress. {next(iter(skipped.values()), 'Name one.')}")
+        reasons = " ".join([*skipped.values()][:SHOWN_REASONS]) or "Name one."
+        raise ArtifactError(f"There is no adapter to compress. {reasons}")
     return sources, skipped
 
 

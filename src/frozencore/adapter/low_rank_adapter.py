@@ -20,6 +20,7 @@ from torch import Tensor
 from frozencore.adapter.basis import Basis
 from frozencore.adapter.core import BASE
 from frozencore.adapter.folders import read_adapter, read_tensors, weights_file
+from frozencore.adapter.state_dict import HEADS
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import PEFT_TYPE, adapter_in, folder_of, read_config
 from frozencore.files.fingerprint import fingerprint_tensors
@@ -140,8 +141,9 @@ def _read_core(place: str, folder: Path, bases: dict[str, Basis]) -> LowRankAdap
 
 def _read_lora(place: str, folder: Path, config: Mapping[str, Any]) -> LowRankAdapter:
     _refuse(place, _odd_options(config))
-    tensors, modules_to_save = read_tensors(folder), config.get("modules_to_save") or []
+    tensors = read_tensors(folder)
     _refuse(place, _odd_tensors(tensors))
+    modules_to_save = [*dict.fromkeys([*(config.get("modules_to_save") or []), *_heads(config, tensors)])]
     pairs, modules, copies = _split(place, tensors, modules_to_save)
     factors = {}
     for layer, (B, A) in pairs.items():
@@ -185,6 +187,13 @@ def _odd_tensors(tensors: Mapping[str, Tensor]) -> Reasons:
         yield what, "Save it again, with stage3_gather_16bit_weights_on_model_save"
     if embedding := next((key for key in tensors if ".lora_embedding_" in key), None):
         yield f"adapts an embedding, as {embedding!r:.200}", MERGE
+
+
+def _heads(config: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
+    """The heads of the task that are in the file, without those that have factors of their own."""
+    heads = HEADS.get(config.get("task_type") or "", ())
+    names = {head: [key for key in tensors if f".{head}." in key] for head in heads}
+    return [head for head, keys in names.items() if keys and not any(".lora_" in key for key in keys)]
 
 
 def _odd_scale(layer: str, A: Tensor, rank: Any, alpha: Any) -> Reasons:

@@ -32,16 +32,13 @@ from frozencore.adapter.layer import (
 from frozencore.adapter.per_row import adapter_of_each_row, guard_recompute
 from frozencore.adapter.quantised_layer import FrozenCoreQuantisedLinear
 from frozencore.adapter.shared_factors import SharedFactors
-from frozencore.adapter.state_dict import CLASSIFIERS, tensors_to_load, tensors_to_save
+from frozencore.adapter.state_dict import HEADS, tensors_to_load, tensors_to_save
 from frozencore.adapter.swap import core_of
 from frozencore.calibration.preserve import disable_bnb_repacking
 from frozencore.constructors import LayerData, build_basis
 from frozencore.distributed import check_same_call, require_same_bases
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.files.fingerprint import base_names
-
-HEADS = {"TOKEN_CLS": CLASSIFIERS, "QUESTION_ANS": ("qa_outputs",)}
-"""Layers that PEFT trains beside an adapter of a task; for these tasks it names them after the adapter is made."""
 
 
 class FrozenCoreModel(BaseTuner):

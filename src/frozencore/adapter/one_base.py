@@ -27,9 +27,11 @@ def name_of_base(adapters: Iterable[LowRankAdapter], base: nn.Module | None) -> 
     return getattr(base, "name_or_path", None) or next((name for name, _ in named.most_common(1)), None)
 
 
-def other_names(adapters: Iterable[LowRankAdapter], base: nn.Module) -> list[str]:
-    """The names that adapters give their base model and that are not the given model's."""
+def other_names(adapters: Iterable[LowRankAdapter], base: nn.Module | None) -> list[str]:
+    """The names that adapters give their base model and that are not the given model's, or not all the same."""
     names = {name for one in adapters if (name := _with_revision(one))}
+    if base is None:
+        return sorted(names) if len(names) > 1 else []
     return sorted(names - {str(getattr(base, "name_or_path", ""))})
 
 
@@ -42,7 +44,7 @@ def mismatched_adapters(
         same_base: Do not compare names. They are not compared with a given model's either.
     """
     names = Counter(name for one in adapters.values() if (name := _with_revision(one)))
-    usual = next((name for name, _ in names.most_common(1)), None)
+    usual, number = next(iter(names.most_common(1)), (None, 0))
     known = dict(layers_of(base).shapes) if base is not None else dict[str, tuple[int, int]]()
     samples = samples_of(base, known) if base is not None else {}
     records: dict[str, Mapping[str, str]] = {}
@@ -51,8 +53,8 @@ def mismatched_adapters(
         record = {} if one.base is None else split_record(one.base, one.shapes)
         if base is None and not same_base and (_with_revision(one) or usual) != usual:
             reasons[name] = (
-                f"names the base model {_with_revision(one)}, where most name {usual}. If both are one model, give "
-                "--same-base, or --model to compare layers"
+                f"names the base model {_with_revision(one)}, where {number} of {len(adapters)} name {usual}. If "
+                "both are one model, give --same-base, or --model to compare layers"
             )
         elif reason := _other_layer(one.shapes, known) if base is not None else _mixed_layer(one.shapes, known):
             reasons[name] = reason

@@ -38,6 +38,8 @@ from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.text import one_line
 
 CLASSIFIERS = ("classifier", "score")  # PEFT lists both for every classifier, which has one of them
+HEADS = {"SEQ_CLS": CLASSIFIERS, "TOKEN_CLS": CLASSIFIERS, "QUESTION_ANS": ("qa_outputs",)}
+"""Layers that PEFT trains beside an adapter of a task, whether ``modules_to_save`` names them or not."""
 _FACTOR = re.compile(rf"(?P<layer>.+)\.{PREFIX}(?P<side>[PQ])")
 
 

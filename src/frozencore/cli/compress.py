@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ENOUGH = 0.6
 """Below this share of its update an adapter may lose accuracy (docs/many-tenants.md)."""
 MOST_ROWS = 40
+LOST_TO_ROUNDING = 0.01
 
 
 def compress(
@@ -74,11 +75,13 @@ def compress(
             adapters, output, rank=rank, bits=bits, model=model, tenants=tenants, same_base=same_base,
             skip_bad=skip_bad, progress=progress,
         )  # fmt: skip
-    console.print(_summary(done))
+    console.print(_summary(done, bits))
     if done.other_names:
+        names = ", ".join(done.other_names)
+        also = f", not {model}. Its" if model else ", which --same-base takes for one model. Their"
         console.print(
-            f"Warning: adapters name the base model {', '.join(done.other_names)}, not {model}. Its layers have "
-            "their shapes; whether its weights are those, a LoRA does not say.",
+            f"Warning: adapters name the base model {names}{also} layers have one shape; whether the weights are the "
+            "same, a LoRA does not say.",
             style="yellow", soft_wrap=True,
         )  # fmt: skip
     if scores:
@@ -104,7 +107,7 @@ def _in_words(score: Score | str) -> str:
     return f"{score.held_out_loss:.3f}" + (f", {score.task.accuracy:.0%}" if score.task else "")
 
 
-def _summary(done: CompressedAdapters) -> Group:
+def _summary(done: CompressedAdapters, bits: int) -> Group:
     """The share that each adapter keeps, those with the least first if there are many."""
     least_first = sorted(done.kept, key=lambda name: done.kept[name].share)
     shown = least_first[:MOST_ROWS] if len(least_first) > MOST_ROWS else list(done.kept)
@@ -131,13 +134,19 @@ def _summary(done: CompressedAdapters) -> Group:
                 "larger --rank, or leave out those that have little in common with the others."
             )
         )
-    return Group(table, *lines, *_sizes(done.sizes, len(done.kept)))
+    return Group(table, *lines, *_sizes(done.sizes, len(done.kept), bits))
 
 
-def _sizes(sizes: Sizes, number: int) -> Iterator[Text]:
+def _sizes(sizes: Sizes, number: int, bits: int) -> Iterator[Text]:
     """The bytes before and after, and from how many adapters on one basis pays."""
     before, after, basis, tenant = map(bytes_in_words, (sizes.before, sizes.after, sizes.basis, sizes.tenant))
-    yield Text(f"{before} of weights became {after}: a basis of {basis}, and {tenant} an adapter.")
+    heads = f", of which {bytes_in_words(sizes.modules)} are its head and other whole modules" if sizes.modules else ""
+    yield Text(f"{before} of weights became {after}: a basis of {basis}, and {tenant} an adapter{heads}.")
+    if sizes.after >= sizes.before:
+        yield Text("Warning: that is not smaller than before. A smaller --rank is.", style="yellow")
+    if sizes.kept_unrounded - sizes.kept >= LOST_TO_ROUNDING:
+        lost = f"{sizes.kept_unrounded - sizes.kept:.1%}"
+        yield Text(f"Rounding to {bits} bits lost {lost} of the updates; with more --bits less is lost.")
     yield Text(
         f"It keeps {sizes.kept:.1%} of an adapter on average; in the same bytes each cut alone keeps "
         f"{sizes.kept_alone:.1%}."

@@ -87,6 +87,7 @@ def basis_model(
         known = ", ".join(map(str, VLLM_CPU_HEADS))
         yield f"vLLM's CPU build refuses requests to this model: its heads have {size} values, not one of {known}."
     yield "TENANTS is the folder that tune-many, tune or compress wrote (docs/serving.md)."
+    yield "Ask tenants that were trained on a chat template at /v1/chat/completions, others at /v1/completions."
 
 
 def tenant(adapter: Path, output: Path, base: str | None, dtype: str, overwrite: bool) -> Iterator[str]:
@@ -112,7 +113,7 @@ def _for_vllm(rank: int, way_out: str, basis_model: str | None = None, code: str
     if basis_model is None:
         return f"vLLM: --enable-lora --max-lora-rank {admitted}"
     server = f"python -m vllm.entrypoints.openai.api_server --model {basis_model}"
-    return f"vLLM: {server} --enable-lora --max-lora-rank {admitted} --lora-target-modules core{code}"
+    return f"vLLM: {server} --enable-lora --max-lora-rank {admitted} --lora-target-modules core --max-loras 64{code}"
 
 
 def onnx(adapter: Path, output: Path, base: str | None, dtype: str, bits: int | None, overwrite: bool) -> Iterator[str]:

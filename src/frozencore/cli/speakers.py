@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from frozencore.adapter.layer import frozen_core_layers
 from frozencore.cli.display import console
 from frozencore.errors import ConfigError, DataError
 from frozencore.tune.evaluate import BASE, BaseWithAdapter, adapter_names, settings_of, style_of
@@ -52,7 +53,12 @@ def converse(
     speakers += [speaker(called, folder) for called, folder in zip(adapter_names(list(folders)), folders, strict=True)]
     adapted = BaseWithAdapter(base)
     for one in speakers:
-        adapted.with_adapter(one.folder)  # refuses an adapter that does not fit before the first question
+        model = adapted.with_adapter(one.folder)  # refuses an adapter that does not fit before the first question
+        cores = [layer.core("default") for layer in frozen_core_layers(model, "default").values()] if one.folder else []
+        if cores and not any(core.any() for core in cores):
+            console.print(
+                f"{one.name} is not trained: its core is zero, so it answers as the base model.", style="yellow"
+            )
     is_plain = not all(one.encoder.is_chat for one in speakers)
     kept = " Without a chat template each line that you type is continued." if is_plain else ""
     console.print(f"{name}, {', '.join(one.name for one in speakers)}.{kept} {NEW}: a new chat; {QUIT}: the end.")

@@ -140,6 +140,8 @@ def _tune_many(
     succeeded = runs.print_tenants(outcomes, output)
     if not succeeded and num_started() == 1:  # torchrun would end the other processes before they have finished
         raise typer.Exit(1)
+    if succeeded and is_first():
+        console.print(f"Next: frozencore chat {output / next(iter(names))} --with-base", soft_wrap=True)
 
 
 tune_many = RunCommand(

@@ -95,9 +95,15 @@ def require_header(folder: Path) -> None:
         ArtifactError: It is not.
     """
     if not is_folder(folder) or not (folder / HEADER_FILE).is_file():
+        inside = folder / BASIS_FOLDER
+        way_out = (
+            f"Did you mean {inside}?"
+            if is_folder(inside)
+            else "Point at one that save_basis or `frozencore calibrate` wrote, or at a hub id."
+        )
         raise ArtifactError(
             f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {str(folder)[:300]} has no {HEADER_FILE}. "
-            "Point at one that save_basis or `frozencore calibrate` wrote, or at a hub id."
+            f"{way_out}"
         )
 
 

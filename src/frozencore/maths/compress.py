@@ -6,6 +6,9 @@
 objective never falls. No m x n matrix is formed. The result is exact if all updates lie in one span of rank r, and no
 direction is added that no update uses.
 
+P and Q are only known up to a rotation of their columns. In the singular directions a core has few large values, which
+few bits cannot hold; after a random rotation its values are alike (as QuaRot does with weights, arXiv 2404.00456).
+
 Shapes: m out features, n in features, r rank; B_t m x k_t, A_t k_t x n; Σk is the number of columns of all B_t.
 """
 
@@ -45,7 +48,8 @@ def compress(
         updates: B_t and A_t of each update, in one float dtype; the k_t may differ.
         rank: The largest r, at most ``min(m, n)``.
         counted: The updates that the basis is chosen for; by default all.
-        seed: Seed of the directions that are added to a side whose span is smaller than the other's: a core is square.
+        seed: Seed of the rotations, and of the directions that are added to a side whose span is smaller than the
+            other's: a core is square.
         exact_width: Width up to which each step is exact.
         tolerance: Stop when a sweep improves the objective by less than this share.
 
@@ -67,7 +71,7 @@ def compress(
     rank = max(P.shape[1], Q.shape[1])
     P = complete_orthonormal(P, rank, seeded_generator(seed, "compress", "P"))
     Q = complete_orthonormal(Q, rank, seeded_generator(seed, "compress", "Q"))
-    return known_basis(P, Q)
+    return known_basis(_rotated(P, seed, "P"), _rotated(Q, seed, "Q"))
 
 
 def core_of(P: Float[torch.Tensor, "m r"], Q: Float[torch.Tensor, "n r"], update: Update) -> Float[torch.Tensor, "r r"]:
@@ -133,6 +137,14 @@ def sharing_keeps_more_from(alone: Sequence[CutAlone], kept: float, basis: int, 
         middle = (low + high) // 2
         low, high = (low, middle) if pays(middle) else (middle, high)
     return high
+
+
+def _rotated(X: torch.Tensor, seed: int, side: str) -> torch.Tensor:
+    """Other orthonormal columns of the same span, at random."""
+    draw = torch.randn(
+        2 * X.shape[1:], generator=seeded_generator(seed, "compress", "rotation", side), dtype=torch.float64
+    )
+    return (X.double() @ thin_qr(draw.to(X.device))[0]).to(X.dtype)
 
 
 def _used(P: torch.Tensor, Q: torch.Tensor, updates: Sequence[Update]) -> list[torch.Tensor]:

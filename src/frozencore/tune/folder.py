@@ -32,7 +32,7 @@ INPUTS = {
 }  # fmt: skip
 HASHES, BASE_SCORE, START, CHECKPOINTS = UNFINISHED_FILE, "base-score.json", "start", "checkpoints"  # until a run ends
 CALIBRATION = "calibration.json"  # in the start: the calibration that made it
-_NAMED = {RECORD: "a finished run"}
+_NAMED = {RECORD: "a finished run", ADAPTER: "an adapter", BASIS: "a basis"}
 _OF_A_RUN = (ADAPTER, PREDICTIONS, SAMPLES, FIGURE, CHECKPOINTS, START, BASE_SCORE)  # replaced or removed at its end
 _MAY_DIFFER = (*PLACES, "model", "report_to", "save_steps")  # in a resumed run; the model is compared by its hash
 

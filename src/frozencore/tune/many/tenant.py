@@ -175,7 +175,7 @@ class ActiveTenants:
     def progress(self) -> tuple[int, int, str]:
         """Steps done and total steps of all tenants, and a text with the mean loss."""
         ended = len(self.tenants) - len(self.waiting) - len(self.states)
-        note = f"{ended} of {len(self.tenants)} have ended"
+        note = f"steps of all tenants; {ended} of {len(self.tenants)} have ended"
         if losses := [state.losses[-1] for state in self.states if state.losses]:
             note += f", {len(self.states)} train at loss {sum(losses) / len(losses):.3f}"
         to_do = self._waiting_steps + sum(state.tenant.num_steps - state.step for state in self.states)

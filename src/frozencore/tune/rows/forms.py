@@ -111,7 +111,7 @@ def read_rows(
         except DataError as error:
             message = re.sub(r"'(\w+)'", lambda match: repr(named.get(match[1], match[1])), str(error))
             if not skip_bad:
-                raise DataError(message) from error
+                raise DataError(f"{message} It is in {origin}; --skip-bad leaves such rows out.") from error
             why = message.partition(": ")[2].partition(": ")[0]  # without the row, and what a template says of it
             bad[why.partition(", but")[0].rstrip(".")] += 1  # without the value
     if not rendered:
