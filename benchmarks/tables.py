@@ -30,6 +30,7 @@ import served
 import served_many
 import smollm2
 import step
+import strangers
 import tenant_tables
 import tenants
 from campaign_tables import (
@@ -137,6 +138,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
     "docs/compressing.md": {
         "compress": (partial(tenant_tables.compress_table, tenant_tables.COMPRESSED), "compress-quality.jsonl"),
         "compress-kept": (tenant_tables.kept_table, "compress-quality.jsonl"),
+        "strangers": (strangers.table_of, "strangers.json"),
     },
     "docs/cost.md": {
         "bank-bits": (bank_bits.table_of, "bank_bits.json"),

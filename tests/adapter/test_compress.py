@@ -196,6 +196,9 @@ def test_sizes_are_those_of_the_files_and_one_basis_pays_where_it_is_smaller(bas
     assert all_of_them.kept_alone < 0.9
     assert one.pays_from == all_of_them.pays_from == 2
     assert json.loads((tmp_path / "shop8/compress.json").read_text())["sizes"]["pays_from"] == 2
+    rounded = compress_adapters(many, tmp_path / "rounded", rank=16, bits=4).sizes
+    assert rounded.kept < 0.999 < rounded.kept_unrounded == pytest.approx(all_of_them.kept, abs=1e-6)
+    assert rounded.kept_alone < all_of_them.kept_alone  # in the bytes of the rounded cores
 
 
 def test_a_lora_of_the_head_needs_the_model_to_compare_the_copy_of_its_weight(base: Path, tmp_path: Path) -> None:

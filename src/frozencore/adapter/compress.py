@@ -75,7 +75,7 @@ class Sizes:
         basis, tenant, modules: The basis, and on average the file of a core, and what of it are heads and other
             modules that were trained as a whole.
         kept, kept_unrounded: The share of its update that an adapter keeps, on average; without rounding to few bits.
-        kept_alone: The same if each adapter is cut alone, to the same number of values in all.
+        kept_alone: The same if each adapter is cut alone, to float32 values of as many bytes in all.
         pays_from: The least number of adapters from which one basis pays: it and the cores are then smaller than the
             adapters, and keep at least as much as each adapter cut alone. More adapters are taken to keep the same
             share. None if no number pays.
@@ -197,7 +197,7 @@ def compress_adapters(
             CutAlone(list(by_layer.values()), [sum(shapes[layer]) for layer in by_layer])
             for by_layer in spectra.values()
         ]
-        sizes = _sizes_in(aside, sources, alone, found, (fmean(shares), unrounded))
+        sizes = _sizes_in(aside, sources, alone, found, (fmean(shares), unrounded), bits)
         content = {
             name: {
                 "from": source.place, "kept": kept[name].share, "layers": kept[name].layers,
@@ -225,6 +225,7 @@ def _sizes_in(
     alone: Sequence[CutAlone],
     found: Mapping[str, LayerBasis],
     shares: tuple[float, float],
+    bits: int,
 ) -> Sizes:
     """The sizes of the files that were written, and the number of adapters from which a shared basis pays.
 
@@ -237,7 +238,7 @@ def _sizes_in(
     basis, tenant = (folder / BASIS_FOLDER / FACTORS_FILE).stat().st_size, sum(f.stat().st_size for f in files) / number
     modules = sum(X.nbytes for source in sources.values() for X in source.modules.values()) / number
     values = sum(one.P.numel() + one.Q.numel() for one in found.values())
-    core = sum(one.rank**2 for one in found.values())
+    core = sum(one.rank**2 for one in found.values()) * bits / 32  # cut alone an adapter keeps float32
     saved = before / number - tenant
     smaller_from = int(basis // saved) + 1 if saved > 0 else None
     better_from = sharing_keeps_more_from(alone, kept, values, core)

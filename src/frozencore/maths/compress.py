@@ -115,12 +115,12 @@ class CutAlone:
         return float(self.shares[fit - 1]) if fit else 0.0
 
 
-def sharing_keeps_more_from(alone: Sequence[CutAlone], kept: float, basis: int, core: int) -> int | None:
+def sharing_keeps_more_from(alone: Sequence[CutAlone], kept: float, basis: int, core: float) -> int | None:
     """The number of adapters from which a shared basis keeps more than cutting each adapter alone to the same size.
 
     Args:
         kept: The share that the shared basis keeps of an adapter, on average, taken to be the same for any number.
-        basis, core: The values of the basis and of one core.
+        basis, core: The values of the basis and of one core, those of fewer bits by their bytes.
 
     Returns:
         The number; None if cutting alone keeps more at any.
