@@ -473,7 +473,7 @@ def with_names(base: Path, folder: Path, names: dict[str, tuple[str | None, str 
 def test_names_of_one_model_are_equal_unless_the_caller_or_the_model_says_so(base: Path, tmp_path: Path) -> None:
     names = {"a": "lab/Tiny-1B", "b": "lab/Tiny-1B", "c": "D:\\models\\tiny-1b", "d": None, "e": "/kaggle/input/1"}
     adapters = with_names(base, tmp_path, {name: (of, None) for name, of in names.items()})
-    with pytest.raises(ArtifactError, match=r"where 2 of 5 name lab/Tiny-1B.*--same-base, or --model .*--skip-bad"):
+    with pytest.raises(ArtifactError, match=r"where 2 of 5 name lab/Tiny-1B.*--same-base, or --model .*Nor can 1 other be compressed: e\. .*--skip-bad"):
         compress_adapters(adapters, tmp_path / "shop", rank=2)
     done = compress_adapters(adapters, tmp_path / "equal", rank=2, skip_bad=True)
     assert (list(done.kept), list(done.skipped)) == (["a", "b", "d"], ["c", "e"])
@@ -489,6 +489,12 @@ def test_names_of_one_model_are_equal_unless_the_caller_or_the_model_says_so(bas
         ["/kaggle/input/1", "D:\\models\\tiny-1b", "lab/Tiny-1B"],
     )
     assert load_basis(tmp_path / "model/basis").base_model == str(base)
+
+
+def test_a_model_that_once_had_no_owner_has_two_names(base: Path, tmp_path: Path) -> None:
+    names = {"a": ("distilgpt2", None), "b": ("distilbert/distilgpt2", None), "c": ("somebody/distilgpt2", None)}
+    done = compress_adapters(with_names(base, tmp_path, names), tmp_path / "shop", rank=2, skip_bad=True)
+    assert (list(done.kept), list(done.skipped)) == (["a", "b"], ["c"])
 
 
 def test_two_revisions_of_a_model_are_two_models(base: Path, tmp_path: Path) -> None:

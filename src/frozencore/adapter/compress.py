@@ -50,7 +50,7 @@ from frozencore.maths.compress import (
 from frozencore.text import Progress, num_of
 
 LEAVE_OUT = "Or leave it out: --skip-bad."
-SHOWN_REASONS = 3
+SHOWN = 3  # names and reasons of an error
 
 
 @dataclass(frozen=True)
@@ -254,23 +254,29 @@ def _read_sources(
 ) -> tuple[dict[str, LowRankAdapter], dict[str, str]]:
     """The adapters that can be compressed together, and the reasons why the others cannot."""
     sources: dict[str, LowRankAdapter] = {}
-    skipped: dict[str, str] = {}
+    refused: dict[str, FrozenCoreError] = {}
     bases: dict[str, Basis] = {}
     for number, (name, place) in enumerate(adapters.items(), start=1):
         try:
             require_tenant_name(name, str(place))
             sources[name] = read_low_rank_adapter(str(place), bases)
         except FrozenCoreError as error:
-            if not skip_bad:
-                raise type(error)(f"{error} {LEAVE_OUT}") from error
-            skipped[name] = str(error)
+            refused[name] = error
         progress("read", number, len(adapters), name)
     for name, reason in mismatched_adapters(sources, base, same_base=same_base).items():
-        skipped[name] = f"Adapters on one basis are of one base model, but {sources.pop(name).place} {reason}."
-        if not skip_bad:
-            raise ArtifactError(f"{skipped[name]} {LEAVE_OUT}")
+        what = f"Adapters on one basis are of one base model, but {sources.pop(name).place} {reason}."
+        refused[name] = ArtifactError(what)
+    if refused and not skip_bad:
+        (_, first), *others = refused.items()
+        also = (
+            f"Nor can {num_of(len(others), 'other')} be compressed: {', '.join(n for n, _ in others[:SHOWN])}. "
+            if others
+            else ""
+        )
+        raise type(first)(f"{first} {also}{LEAVE_OUT}") from first
+    skipped = {name: str(error) for name, error in refused.items()}
     if not sources:
-        reasons = " ".join([*skipped.values()][:SHOWN_REASONS]) or "Name one."
+        reasons = " ".join([*skipped.values()][:SHOWN]) or "Name one."
         raise ArtifactError(f"There is no adapter to compress. {reasons}")
     return sources, skipped
 

@@ -19,6 +19,10 @@ from frozencore.adapter.export.base_model import layers_of
 from frozencore.adapter.low_rank_adapter import LowRankAdapter
 
 Shapes = Mapping[str, tuple[int, int]]
+LEGACY_OWNERS = frozenset({
+    "google-bert", "openai-community", "FacebookAI", "distilbert", "google-t5", "albert", "xlnet", "almanach",
+})  # fmt: skip
+"""Owners on the hub of models that once had no owner, and can still be named without one."""
 
 
 def name_of_base(adapters: Iterable[LowRankAdapter], base: nn.Module | None) -> str | None:
@@ -73,8 +77,14 @@ def mismatched_adapters(
 
 
 def _with_revision(one: LowRankAdapter) -> str | None:
-    plain = not one.base_model or one.revision in (None, "main")
-    return one.base_model if plain else f"{one.base_model} at revision {one.revision}"
+    name = one.base_model and _short(one.base_model)
+    return name if not name or one.revision in (None, "main") else f"{name} at revision {one.revision}"
+
+
+def _short(name: str) -> str:
+    """The name of a model that the hub also knows without its owner: ``gpt2`` is ``openai-community/gpt2``."""
+    owner, _, model = name.partition("/")
+    return model if owner in LEGACY_OWNERS else name
 
 
 def _other_layer(shapes: Shapes, known: Shapes) -> str | None:
