@@ -32,7 +32,7 @@ from frozencore.tune.folder import (
     require_same_options,
 )
 from frozencore.tune.locate import find_tenants, require_files, require_tenant_files
-from frozencore.tune.many.folder import refuse_taken
+from frozencore.tune.many.folder import refuse_taken, unfinished_in
 from frozencore.tune.processes import is_first, num_started, refuse_several
 
 TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named after it; or a YAML file 'name: file'."
@@ -130,8 +130,11 @@ def _tune_many(
         return sum((output / name / RECORD).is_file() for name in names)
 
     if resume:
-        console.print(f"{num_kept()} of {num_of(len(names), 'tenant')} have their result in {output}")
-    with note_if_nothing_kept(num_kept), StageDisplay(console) as stages:
+        begun = len(unfinished_in(output, names))
+        also = f", {begun} go on from their last step" if begun else ""
+        console.print(f"{num_kept()} of {num_of(len(names), 'tenant')} have their result in {output}{also}")
+    kept = note_if_nothing_kept(lambda: num_kept() or unfinished_in(output, names))
+    with kept, StageDisplay(console) as stages:
         from frozencore.cli import runs
 
         stages.started()

@@ -22,7 +22,8 @@ UNFINISHED_FILE = "inputs.json"
 """A file that the folder of a run has until the run ends."""
 COMPRESSION_FILE = "compress.json"  # what each adapter keeps, beside the basis of `frozencore compress`
 BASIS_FOLDER, MANIFEST_FILE, RUN_FILE = "basis", "tenants.json", "run.yaml"
-RESERVED = (BASIS_FOLDER, MANIFEST_FILE, RUN_FILE, COMPRESSION_FILE)
+UNFINISHED_FOLDER = "unfinished"  # tenants between two steps
+RESERVED = (BASIS_FOLDER, MANIFEST_FILE, RUN_FILE, COMPRESSION_FILE, UNFINISHED_FOLDER)
 """Names of folders and files that stand beside the folders of tenants."""
 LONGEST_NAME = 100, 200
 """Characters and bytes of a tenant's name at most: file systems take 255 bytes, and files beside add to the name."""

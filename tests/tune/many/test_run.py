@@ -431,3 +431,49 @@ def test_a_dry_run_counts_the_rows_and_steps_that_are_then_recorded_and_shown_wi
     status, shown, err = command("tune-many", "--resume", "--out", tmp_path / "out")
     assert (status, err) == (0, "")
     assert "3 of 3 tenants have their result" in shown
+
+
+def test_a_run_that_is_told_to_stop_keeps_the_steps_of_its_tenants_and_goes_on_bit_equal(
+    together: tuple[Path, dict[str, TenantOutcome]], tenants: Path, tmp_path: Path
+) -> None:
+    out, config = tmp_path / "cut", config_of(tenants, select_checkpoint="epoch")
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+
+    def told(stage: str, done: int, *_: object) -> None:
+        if stage == "train" and done >= 3 and not heard:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        with pytest.raises(TrainingError, match=r"told to stop; the steps of \d tenants? are saved\. Go on with"):
+            execute_many(config, out, told, num_slots=2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
+    kept = sorted(file.stem for file in (out / "unfinished").iterdir())
+    assert kept
+    assert not any((out / name / "result.json").exists() for name in kept)
+    with pytest.raises(TrainingError, match=rf"kept the steps of {len(kept)} tenants?\. Go on .*tune-many --resume"):
+        execute_many(config, out, silent, num_slots=2)
+    with pytest.raises(ArtifactError, match=r"unfinished.*safetensors differs: .*epochs"):
+        execute_many(config_of(tenants, select_checkpoint="epoch", epochs=3), out, silent, num_slots=2, resume=True)
+    steps: list[int] = []
+    execute_many(
+        config, out, lambda stage, done, *_: steps.append(done) if stage == "train" else None, num_slots=2, resume=True
+    )
+    assert steps[0] > 3
+    assert not (out / "unfinished").exists()
+    for name in SIZES:
+        found, wanted = (load_file(place / name / "adapter/adapter_model.safetensors") for place in (out, together[0]))
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted), name
+        records = [json.loads((place / name / "result.json").read_text()) for place in (out, together[0])]
+        assert records[0]["training"] == records[1]["training"]
+        assert records[0]["selection"]["scores"] == records[1]["selection"]["scores"]
+
+
+def test_a_damaged_file_of_an_unfinished_tenant_is_one_line(tenants: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "unfinished").mkdir(parents=True)
+    (out / "unfinished/anna.safetensors").write_bytes(b"half")
+    with pytest.raises(ArtifactError, match=r"anna.safetensors is damaged .*Remove it to train this tenant anew"):
+        execute_many(config_of(tenants), out, silent, num_slots=2, resume=True)

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from frozencore.errors import ArtifactError
-from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
+from frozencore.errors import ArtifactError, TrainingError
+from frozencore.files.adapter_folder import CONFIG_FILE, UNFINISHED_FOLDER, WEIGHTS_FILE
 from frozencore.files.atomic_write import require_writable
-from frozencore.text import one_line
+from frozencore.text import num_of, one_line
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import ADAPTER, FAILURE, HASHES, RECORD, locked, record_of_run
 from frozencore.tune.record import RecordedConfig, TunedRecord
@@ -27,9 +27,16 @@ def refuse_taken(out: Path, names: Iterable[str], *, resume: bool) -> None:
     Raises:
         ArtifactError: The folder cannot be written, or a tenant's folder holds other files, or a record without
             ``resume``.
-        TrainingError: Another process is running in a tenant's folder.
+        TrainingError: Another process is running in a tenant's folder; or an earlier run left tenants between two
+            steps, and ``resume`` is off.
     """
     require_writable(out)
+    names = list(names)
+    if not resume and (begun := unfinished_in(out, names)):
+        raise TrainingError(
+            f"{out} holds an interrupted run, which has kept the steps of {num_of(len(begun), 'tenant')}. Go on from "
+            f"there with `tune-many --resume`, choose another --out, or remove {out / UNFINISHED_FOLDER}."
+        )
     if alone := next((name for name in (RECORD, HASHES, f"{ADAPTER}/{CONFIG_FILE}") if (out / name).exists()), None):
         raise ArtifactError(f"{out} holds a run of its own ({alone}), not one of tenants. Choose another --out.")
     finished = []
@@ -47,6 +54,16 @@ def refuse_taken(out: Path, names: Iterable[str], *, resume: bool) -> None:
             f"{out} already holds a finished run of {finished[0]!r} ({len(finished)} in all). Train the other tenants "
             "with --resume, choose another --out, or remove that folder."
         )
+
+
+def unfinished_file(out: Path, name: str) -> Path:
+    """The file of a tenant between two steps (:mod:`frozencore.tune.many.unfinished`)."""
+    return out / UNFINISHED_FOLDER / f"{name}.safetensors"
+
+
+def unfinished_in(out: Path, names: Iterable[str]) -> list[str]:
+    """The tenants that an earlier run left between two steps."""
+    return [name for name in names if unfinished_file(out, name).is_file()]
 
 
 def require_unused(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,9 +21,10 @@ from frozencore.adapter.folders import SavedAdapter, read_adapter
 from frozencore.adapter.swap import swap_core
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.errors import ArtifactError, FrozenCoreError
+from frozencore.files.adapter_folder import UNFINISHED_FOLDER
 from frozencore.files.atomic_write import atomic_folder, write_json, write_text
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
-from frozencore.text import Progress, as_stage, one_line
+from frozencore.text import Progress, as_stage, num_of, one_line
 from frozencore.tune.adapt import Adapted, adapt, learning_rate_of, starting_core
 from frozencore.tune.adapters import save_adapter
 from frozencore.tune.calibration_record import CalibratedAdapter
@@ -32,14 +33,24 @@ from frozencore.tune.cost import PeakMemory
 from frozencore.tune.folder import ADAPTER, BASIS, FAILURE, MANIFEST, OPTIONS_FILE, RECORD, START, locked
 from frozencore.tune.load import Inputs, resolve_targets
 from frozencore.tune.make_record import calibrated_on, headline, make_record
-from frozencore.tune.many.folder import refuse_differing, refuse_taken, require_basis, require_unused, standing_record
+from frozencore.tune.many.folder import (
+    refuse_differing,
+    refuse_taken,
+    require_basis,
+    require_unused,
+    resume_key,
+    standing_record,
+    unfinished_file,
+    unfinished_in,
+)
 from frozencore.tune.many.slots import held_out_losses
 from frozencore.tune.many.tenant import SLOTS, Tenant, Trained, Validation, train_many
 from frozencore.tune.many.tenant_rows import TenantRows, naming_tenant, read_tenants, tenants_of
+from frozencore.tune.many.unfinished import Unfinished
 from frozencore.tune.methods import Targets
 from frozencore.tune.process_group import use_own_gpu
 from frozencore.tune.processes import is_first, num_started
-from frozencore.tune.record import Failure, Provenance, TenantGroup, TunedRecord
+from frozencore.tune.record import Failure, Provenance, RecordedConfig, TenantGroup, TunedRecord
 from frozencore.tune.record_part import RecordPart
 from frozencore.tune.run import recipe_of
 from frozencore.tune.scoring.score import Score
@@ -129,6 +140,24 @@ def execute_many(
             memory=memory,
             started=started,
         )
+        keys = {
+            name: {
+                **resume_key(RecordedConfig.of(one.config), {**hashes, **_scored(one)}),
+                "steps": tenants[name].num_steps,
+            }
+            for name, one in to_train.items()
+        }
+        begun = {
+            name: Unfinished.read(unfinished_file(out, name), keys[name])
+            for name in unfinished_in(out, to_train)
+            if resume
+        }
+
+        def keep(unfinished: Mapping[str, Unfinished]) -> str:
+            for name, one in unfinished.items():
+                one.write(unfinished_file(out, name), keys[name])
+            return f"the steps of {num_of(len(unfinished), 'tenant')} are saved"
+
         train_many(
             adapted.model,
             {name: tenants[name] for name in to_train},
@@ -136,7 +165,11 @@ def execute_many(
             pad_id=inputs.encoder.pad_id,
             num_slots=num_slots,
             progress=progress,
+            begun=begun,
+            on_stop=keep,
         )
+    with suppress(OSError):  # it has tenants of another process, or does not exist
+        (out / UNFINISHED_FOLDER).rmdir()
     outcomes = {**standing, **finisher.outcomes}
     return {name: outcomes[name] for name in tenant_rows}
 
@@ -213,6 +246,7 @@ class Finisher:
             if why is None and not math.isfinite(losses[name]):
                 why = "Training diverged: the held-out loss is not finite."
             self.outcomes[name] = self._finish(name, trained, losses.get(name, math.nan), why)
+            unfinished_file(self.folder, name).unlink(missing_ok=True)
 
     def _in_bits(self, name: str, core: Core | None) -> Core | None:
         bits = self.rows_of[name][0].config.method.bits

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -75,6 +75,17 @@ class TrainedSlots(CoreStack):
         for state in (self.gradients, self.first, self.second):
             state[slot].zero_()
         self.values[slot] = self.start
+
+    def tensors(self, slot: int) -> dict[str, Tensor]:
+        """Copies of what a tenant's slot holds between two steps."""
+        held = {"values": self.values, "first": self.first, "second": self.second}
+        return {name: state[slot].clone() for name, state in held.items()}
+
+    def put(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
+        """Fill a slot with what another one held."""
+        self.gradients[slot].zero_()
+        for name, state in (("values", self.values), ("first", self.first), ("second", self.second)):
+            state[slot] = tensors[name]
 
     def move(self, source: int, target: int) -> None:
         """Move a tenant to another slot, between two steps."""

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from frozencore.adapter.core import Core
 from frozencore.calibration.preserve import own_random_state, without_randomness
 from frozencore.device import run_unless_oom
+from frozencore.errors import TrainingError
 from frozencore.maths.linalg import all_finite
 from frozencore.text import Progress
 from frozencore.tune.many.slots import TrainedSlots, held_out_losses
+from frozencore.tune.many.unfinished import Unfinished
 from frozencore.tune.record import StepScored, TrainedSteps
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, row_costs
@@ -36,6 +38,7 @@ from frozencore.tune.training.callbacks import (
     is_patience_lost,
     selected,
 )
+from frozencore.tune.training.checkpoints import Stop, defer_stop
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport
 from frozencore.tune.training.trainer import group_by_length, overhead_tokens_of, own_use_cache
@@ -134,6 +137,16 @@ class TenantState:
         if best_score(self.scores) is self.scores[-1]:
             self.best = values.clone()
 
+    def unfinished(self, of_slot: Mapping[str, Tensor]) -> Unfinished:
+        """The state with what the tenant's slot holds."""
+        best = {} if self.best is None else {"best": self.best}
+        return Unfinished({**of_slot, **best}, self.losses, self.steps_s, self.scores, self.scoring_s)
+
+    def go_on(self, before: Unfinished) -> None:
+        """Take the steps that were done before."""
+        self.losses, self.steps_s = list(before.losses), list(before.steps_s)
+        self.scores, self.scoring_s, self.best = list(before.scores), before.scoring_s, before.tensors.get("best")
+
     def report(self, state_held_bytes: int, num_trainable: int) -> TrainingReport:
         chosen, validation = None, self.tenant.validation
         if self.scores and self.diverged is None and validation is not None:
@@ -153,8 +166,16 @@ class TenantState:
 class ActiveTenants:
     """The tenants in slots, in order, and the names that wait for a slot."""
 
-    def __init__(self, model: nn.Module, tenants: Mapping[str, Tenant], slots: TrainedSlots, *, pad_id: int) -> None:
-        self.model, self.tenants, self.slots, self.pad_id = model, tenants, slots, pad_id
+    def __init__(
+        self,
+        model: nn.Module,
+        tenants: Mapping[str, Tenant],
+        slots: TrainedSlots,
+        begun: Mapping[str, Unfinished],
+        *,
+        pad_id: int,
+    ) -> None:
+        self.model, self.tenants, self.slots, self.begun, self.pad_id = model, tenants, slots, begun, pad_id
         self.states: list[TenantState] = []
         self._num_steps = sum(tenant.num_steps for tenant in tenants.values())
         self._waiting_steps = self._num_steps
@@ -167,9 +188,19 @@ class ActiveTenants:
         while self.waiting and len(self.states) < len(self.slots):
             name = self.waiting.pop()
             self._waiting_steps -= self.tenants[name].num_steps
-            self.slots.clear(len(self.states))
-            self.states.append(TenantState(name, self.tenants[name]))
+            slot, state = len(self.states), TenantState(name, self.tenants[name])
+            if (before := self.begun.get(name)) is None:
+                self.slots.clear(slot)
+            else:
+                self.slots.put(slot, before.tensors)
+                state.go_on(before)
+            self.states.append(state)
         return bool(self.states)
+
+    def unfinished(self) -> dict[str, Unfinished]:
+        """The tenants in slots that have made a step, to go on from later."""
+        states = {slot: state for slot, state in enumerate(self.states) if state.step}
+        return {state.name: state.unfinished(self.slots.tensors(slot)) for slot, state in states.items()}
 
     @property
     def progress(self) -> tuple[int, int, str]:
@@ -289,6 +320,7 @@ def _weighted_losses(model: nn.Module, batch: dict[str, Tensor], weights: Tensor
 
 
 SLOTS = 64
+NOTHING_BEGUN: Mapping[str, Unfinished] = {}
 
 OnEnd = Callable[[Mapping[str, Trained]], object]
 
@@ -301,6 +333,8 @@ def train_many(
     pad_id: int,
     num_slots: int = SLOTS,
     progress: Progress | None = None,
+    begun: Mapping[str, Unfinished] = NOTHING_BEGUN,
+    on_stop: Callable[[Mapping[str, Unfinished]], str] | None = None,
 ) -> None:
     """Train a core for each tenant on the basis of the model's adapter.
 
@@ -312,15 +346,20 @@ def train_many(
             not stay in memory. A tenant that diverged is marked and does not stop others.
         num_slots: Tenants that train at once, those with the most steps first. A slot takes ``12·Σr²`` bytes and
             ``4·Σr²`` for the gradient.
+        begun: Tenants that go on from earlier steps.
+        on_stop: Saves the tenants in slots after the running step when Ctrl-C, SIGTERM or SIGHUP ends the training, and
+            says what it saved. Without it a signal acts at once.
 
     Raises:
         ConfigError: No adapter, no basis, or the adapter trains more than cores.
+        TrainingError: It was told to stop, by a signal whose own handler raises nothing.
     """
     if not tenants:
         return
     slots = TrainedSlots(model, min(num_slots, len(tenants)))
-    active = ActiveTenants(model, tenants, slots, pad_id=pad_id)
+    active = ActiveTenants(model, tenants, slots, begun, pad_id=pad_id)
     with ExitStack() as restored:
+        stop = restored.enter_context(defer_stop()) if on_stop else Stop()
         restored.enter_context(own_random_state())
         restored.enter_context(without_randomness(model))
         restored.enter_context(own_use_cache(model))
@@ -328,11 +367,16 @@ def train_many(
         restored.callback(model.eval)
         model.train()
         while active.fill():
+            if on_stop is not None and stop():
+                stop.saved = on_stop(active.unfinished())
+                break
             ended = active.step()
             for first in range(0, len(ended), SLOTS):
                 on_end({state.name: _trained(slots, state, kept) for state, kept in ended[first : first + SLOTS]})
             if progress is not None:
                 progress("train", *active.progress)
+    if stop.saved is not None:  # the signal's own handler did not end the program
+        raise TrainingError(f"The training was told to stop; {stop.saved}. Go on with `tune-many --resume`.")
 
 
 def _trained(slots: TrainedSlots, state: TenantState, values: Tensor) -> Trained:
