@@ -20,6 +20,7 @@ from typing import Any
 
 import bank_bits
 import calibration
+import datasets_quality
 import devices
 import figures
 import gpu
@@ -132,6 +133,9 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "rates-means": (rates.means_of, "rates.jsonl"),
     },
     "docs/sharing.md": {
+        "datasets": (datasets_quality.arms_table, "datasets-quality.jsonl"),
+        "datasets-bits": (datasets_quality.bits_table, "datasets-quality.jsonl"),
+        "datasets-primary": (datasets_quality.primary_table, "datasets-quality.jsonl"),
         "tenants": (partial(tenant_tables.sharing_table, "all"), "tenants-quality.jsonl"),
         "bases": (partial(tenant_tables.bases_table, "all"), *TENANTS[1:]),
     },
@@ -278,6 +282,7 @@ PICTURES: Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "smollm2": (of_losses, "smollm2-seeds", "smollm2-endings"),
     "values": (of_shapes, "smollm2-values"),
     "forgetting": (of_forgetting, *ENDINGS, "smollm2-endings", *REVIEWS),
+    "datasets": (datasets_quality.picture, "datasets-quality.jsonl"),
     "tenants": (tenant_tables.losses_picture, TENANTS[0]),
     "served": (of_serving, "served.json"),
 }

@@ -192,3 +192,16 @@ def test_what_the_hub_says_of_a_basis_is_told_to_its_end(monkeypatch: pytest.Mon
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     with pytest.raises(ArtifactError, match=r"and that is all\). Give the folder of a saved one"):
         load_basis("org/absent")
+
+
+def test_a_name_that_is_no_folder_is_told_with_what_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tenants").mkdir()
+    (tmp_path / "tenants/run.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("frozencore.files.hub_client.hub_answers", lambda *_, **__: False)
+    with pytest.raises(ArtifactError, match=r"at tenants/anna: it is neither a folder \(tenants holds run.yaml\) nor"):
+        load_basis("tenants/anna")
+    with pytest.raises(ArtifactError, match=r"at somebody/anna: it is neither a folder nor"):
+        load_basis("somebody/anna")

@@ -191,7 +191,7 @@ def _odd_tensors(tensors: Mapping[str, Tensor]) -> Reasons:
 
 def _heads(config: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
     """The heads of the task that are in the file, without those that have factors of their own."""
-    heads = HEADS.get(config.get("task_type") or "", ())
+    heads = HEADS.get(str(config.get("task_type")), ())
     names = {head: [key for key in tensors if f".{head}." in key] for head in heads}
     return [head for head, keys in names.items() if keys and not any(".lora_" in key for key in keys)]
 

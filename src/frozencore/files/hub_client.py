@@ -129,10 +129,16 @@ def download(place: str, revision: str | None, wanted: list[str], *, instead: st
         folder = fetch(wanted)
         return folder if any((folder / name).is_file() for name in unless) else fetch([instead])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        parent = Path(place).parent
-        beside = ", ".join(sorted(one.name for one in parent.iterdir())[:5]) if parent.is_dir() else ""
-        here = f" ({parent} holds {beside})" if beside and len(parent.parts) else ""
         raise ArtifactError(
-            f"No adapter or basis at {place}: it is neither a folder{here} nor in the offline cache, and "
+            f"No adapter or basis at {place}: it is neither a folder{_beside(place)} nor in the offline cache, and "
             f"{why_not_given(error)}. Give the folder of a saved one."
         ) from error
+
+
+def _beside(place: str) -> str:
+    """The first names in the folder that would hold this one, if there is such a folder."""
+    parent = Path(place).parent
+    with suppress(OSError, ValueError):
+        if parent.parts and parent.is_dir():
+            return f" ({parent} holds {', '.join(sorted(one.name for one in parent.iterdir())[:5])})"
+    return ""
