@@ -395,7 +395,13 @@ def picture(lines: Sequence[Record]) -> str:
         "Each point is a data set: nats a token with a core of r = 16 on one FCCA basis (height) and with the rival.",
         "SmolLM2-135M-Instruct. Below the line the shared core is better.",
     ]
-    return figures.against(panels, "loss, shared FCCA, r = 16", "A shared core beside its three rivals", about, note)
+    return figures.against(
+        panels,
+        "loss, shared FCCA, r = 16",
+        "Shared or own basis: no difference found. A random shared basis is worse.",
+        about,
+        note,
+    )
 
 
 def arms_of(text: str) -> list[tuple[str, int]]:
