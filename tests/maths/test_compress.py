@@ -141,7 +141,7 @@ def test_cutting_one_adapter_alone_keeps_what_the_best_ranks_of_its_layers_keep(
 
 def test_sharing_pays_from_the_first_number_at_which_it_keeps_more() -> None:
     alone = [CutAlone([singular_energies(B, A)], [M + N]) for B, A in drawn([6, 4, 8])]
-    for kept, basis, core in ((0.9, 400, 9), (0.5, 400, 30), (0.99, 1000, 100)):
+    for kept, basis, core in ((0.9, 400, 9.0), (0.5, 400, 30.0), (0.99, 1000, 100.0)):
         shares = ((n, sum(one.kept(basis / n + core) for one in alone) / 3) for n in range(1, 10_000))
         first = next((n for n, share in shares if share <= kept + 1e-4), None)
         assert sharing_keeps_more_from(alone, kept, basis, core) == first
