@@ -44,7 +44,6 @@ from input_files import tiny_model, write_gguf, write_hub_folder
 PAGES = [*(ROOT / place / "README.md" for place in (".", "lab", "examples")), *sorted((ROOT / "docs").glob("*.md"))]
 HUB_ID, POCKET = "Qwen/Qwen2.5-0.5B-Instruct", str(pocket_model_path())
 STARTED = re.compile(r"^(?:frozencore|(?:torchrun|accelerate launch) .*?(?:-m frozencore|examples/\S+)) ")
-MADE_BEFORE = re.compile(r"^make smollm2 && \.venv/bin/(?=frozencore )")
 AS_HERE = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.DOTALL | re.MULTILINE)
 
@@ -63,7 +62,7 @@ def commands_in(language: str, block: str) -> list[str]:
     if language not in ("", "bash"):
         return []
     joined = re.sub(r"\\\n\s*", "", block)
-    lines = [MADE_BEFORE.sub("", line.split(" #")[0].strip()) for line in joined.splitlines()]
+    lines = [line.split(" #")[0].strip() for line in joined.splitlines()]
     return [line for line in lines if STARTED.match(line)]
 
 
