@@ -44,7 +44,7 @@ import figures
 from diagonal import diagonal
 from frozencore import Core, basis_id, swap_core
 from frozencore.files.fingerprint import fingerprint_model
-from frozencore.maths.compress import compress
+from frozencore.maths.compress import compress, core_of
 from frozencore.maths.quantise import levels, quantise
 from frozencore.tune.load import load_model
 from frozencore.tune.provenance import Provenance
@@ -57,7 +57,7 @@ from harness import RESULTS, ROOT, Record, parser_of, table
 from tenant_rows import Tenant, TenantPlan, manifest_of
 from tenant_study import SEED, Adapters, Job, Results, Updates, key, put_factors
 from tenant_tables import with_interval
-from tenants_quality import Sharing
+from tenants_quality import Sharing, mean_of
 
 TRAIN, VALIDATION, EPOCHS, CALIBRATION = 96, 54, 4, 16
 SEARCHED = ("snips_intent", "clickbait", "tweet_emotion", "numersense")
@@ -132,6 +132,11 @@ class Datasets(Sharing):
         return self.calibrated if self.quick else [*SEARCHED]
 
     @property
+    def lora_rank(self) -> int:
+        """The rank of the LoRAs that are compressed."""
+        return 2 if self.quick else LORA
+
+    @property
     def seeds(self) -> tuple[int, ...]:
         return (SEED,) if self.quick else (SEED, SEED + 1)
 
@@ -160,8 +165,8 @@ class Datasets(Sharing):
                     jobs = [(name, rates[arm, rank]) for name in everyone[:first]]
                     at_bits = partial(self.rounded, arm, rank, seed, bits)
                     self.measure(f"{arm}, {bits} bits", rank, jobs, at_bits, seed=seed)
-            if ("lora", 2 if self.quick else LORA) in arms:
-                self.compressed_loras(everyone[:first], rates["lora", 2 if self.quick else LORA], seed)
+            if (rate := rates.get(("lora", self.lora_rank))) is not None:
+                self.compressed_loras(everyone[:first], rate, seed)
 
     def rate(self, arm: str, rank: int) -> float | None:
         if arm == "base":
@@ -170,7 +175,7 @@ class Datasets(Sharing):
 
     def compressed_loras(self, names: Sequence[str], rate: float, seed: int) -> None:
         """The LoRAs of rank 16 as full or diagonal cores on one basis of all of them, and each cut alone."""
-        rank, every = (2, QUICK_CUTS) if self.quick else (LORA, CUTS)
+        rank, every = self.lora_rank, QUICK_CUTS if self.quick else CUTS
         loras = {name: self.update_of(f"lora-{rank}-{seed}/{name}-{rate:g}") for name in names}
         jobs: list[Job] = [(name, rate) for name in names]
         for arm, ranks in every.items():
@@ -278,7 +283,7 @@ Factors = tuple[list[tuple[Tensor, Tensor]], int, int]
 
 def on_full_cores(updates: Sequence[tuple[Tensor, Tensor]], rank: int) -> Factors:
     basis = compress(updates, rank)
-    factors = [(basis.P @ (basis.P.mT @ B) @ (A @ basis.Q), basis.Q.mT.contiguous()) for B, A in updates]
+    factors = [(basis.P @ core_of(basis.P, basis.Q, one), basis.Q.mT.contiguous()) for one in updates]
     return factors, basis.P.shape[1] ** 2, basis.P.numel() + basis.Q.numel()
 
 
@@ -288,11 +293,7 @@ def on_diagonal_cores(updates: Sequence[tuple[Tensor, Tensor]], rank: int) -> Fa
 
 
 def alone(updates: Sequence[tuple[Tensor, Tensor]], rank: int) -> Factors:
-    factors = []
-    for B, A in updates:
-        (left, L), (right, R) = torch.linalg.qr(B), torch.linalg.qr(A.mT)
-        X, S, Y = torch.linalg.svd(L @ R.mT)
-        factors.append((left @ X[:, :rank] * S[:rank], Y[:rank] @ right.mT))
+    factors = [mean_of([update], rank) for update in updates]
     return factors, factors[0][0].numel() + factors[0][1].numel(), 0
 
 

@@ -496,6 +496,10 @@ def test_a_model_that_once_had_no_owner_has_two_names(base: Path, tmp_path: Path
     names = {"a": ("distilgpt2", None), "b": ("distilbert/distilgpt2", None), "c": ("somebody/distilgpt2", None)}
     done = compress_adapters(with_names(base, tmp_path, names), tmp_path / "shop", rank=2, skip_bad=True)
     assert (list(done.kept), list(done.skipped)) == (["a", "b"], ["c"])
+    model = base_of(base)
+    model.name_or_path = "distilbert/distilgpt2"
+    few = {name: tmp_path / name for name in ("a", "b")}
+    assert compress_adapters(few, tmp_path / "model", rank=2, base=model).other_names == []
 
 
 def test_two_revisions_of_a_model_are_two_models(base: Path, tmp_path: Path) -> None:

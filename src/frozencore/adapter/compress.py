@@ -187,7 +187,7 @@ def compress_adapters(
     shares = [one.share for one in kept.values()]
     with atomic_folder(out, overwrite=None) as aside:
         made_of = (
-            f"the updates of {num_of(len(sources), 'adapter')}, of which it keeps {sum(shares) / len(shares):.0%} "
+            f"the updates of {num_of(len(sources), 'adapter')}, of which it keeps {fmean(shares):.0%} "
             f"({min(shares):.0%} to {max(shares):.0%})"
         )
         replace(shared, calibrated_on=made_of).write(aside / BASIS_FOLDER)

@@ -36,7 +36,7 @@ def other_names(adapters: Iterable[LowRankAdapter], base: nn.Module | None) -> l
     names = {name for one in adapters if (name := _with_revision(one))}
     if base is None:
         return sorted(names) if len(names) > 1 else []
-    return sorted(names - {str(getattr(base, "name_or_path", ""))})
+    return sorted(names - {_short(str(getattr(base, "name_or_path", "")))})
 
 
 def mismatched_adapters(

@@ -140,22 +140,20 @@ def execute_many(
             memory=memory,
             started=started,
         )
-        keys = {
-            name: {
-                **resume_key(RecordedConfig.of(one.config), {**hashes, **_scored(one)}),
-                "steps": tenants[name].num_steps,
-            }
-            for name, one in to_train.items()
-        }
+
+        def key_of(name: str) -> dict[str, Any]:
+            one = to_train[name]
+            key = resume_key(RecordedConfig.of(one.config), {**hashes, **_scored(one)})
+            return {**key, "steps": tenants[name].num_steps}
+
         begun = {
-            name: Unfinished.read(unfinished_file(out, name), keys[name])
-            for name in unfinished_in(out, to_train)
-            if resume
+            name: Unfinished.read(unfinished_file(out, name), key_of(name))
+            for name in (unfinished_in(out, to_train) if resume else ())
         }
 
         def keep(unfinished: Mapping[str, Unfinished]) -> str:
             for name, one in unfinished.items():
-                one.write(unfinished_file(out, name), keys[name])
+                one.write(unfinished_file(out, name), key_of(name))
             return f"the steps of {num_of(len(unfinished), 'tenant')} are saved"
 
         train_many(

@@ -66,6 +66,11 @@ class TrainedSlots(CoreStack):
         return len(self.values)
 
     @property
+    def _held(self) -> dict[str, Tensor]:
+        """What a slot holds between two steps."""
+        return {"values": self.values, "first": self.first, "second": self.second}
+
+    @property
     def state_held_bytes(self) -> int:
         """The training state of one slot: its gradient and moments."""
         return total_bytes((self.gradients, self.first, self.second)) // len(self)
@@ -78,18 +83,17 @@ class TrainedSlots(CoreStack):
 
     def tensors(self, slot: int) -> dict[str, Tensor]:
         """Copies of what a tenant's slot holds between two steps."""
-        held = {"values": self.values, "first": self.first, "second": self.second}
-        return {name: state[slot].clone() for name, state in held.items()}
+        return {name: state[slot].clone() for name, state in self._held.items()}
 
     def put(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
         """Fill a slot with what another one held."""
         self.gradients[slot].zero_()
-        for name, state in (("values", self.values), ("first", self.first), ("second", self.second)):
+        for name, state in self._held.items():
             state[slot] = tensors[name]
 
     def move(self, source: int, target: int) -> None:
         """Move a tenant to another slot, between two steps."""
-        for state in (self.values, self.first, self.second):
+        for state in self._held.values():
             state[target] = state[source]
 
     def row_gradients(self, slots: Sequence[int], losses: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
