@@ -52,11 +52,20 @@ def test_a_block_that_fails_leaves_no_empty_folder_and_no_lock(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize("name", ["adapter/adapter_config.json", "start/notes.txt", "predictions.jsonl"])
-def test_a_run_replaces_no_file_of_a_calibration_or_of_the_user(name: str, resume: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("adapter/adapter_config.json", "an adapter"),
+        ("start/notes.txt", "start"),
+        ("predictions.jsonl", "predictions.jsonl"),
+    ],
+)
+def test_a_run_replaces_no_file_of_a_calibration_or_of_the_user(
+    name: str, content: str, resume: bool, tmp_path: Path
+) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("{}")
-    with pytest.raises(ArtifactError, match=f"already holds {name.partition('/')[0]}"):
+    with pytest.raises(ArtifactError, match=f"already holds {content}"):
         execute(config_of(tmp_path / "rows.jsonl"), tmp_path, fail, resume=resume)
     assert [path.name for path in tmp_path.iterdir()] == [name.partition("/")[0]]
 
