@@ -23,16 +23,18 @@ Set on 29 November, still before the first run, for a machine of two cores witho
 
 - The searches take four development sets (they were eight): on eight a search would cost half of an arm.
 - ``--first N`` measures the N data sets with the shortest training rows, so that each arm has the same ones.
+- Before the runs of ranks 8 and 32: cores of these train at the rate that rank 16 found.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -55,7 +57,7 @@ from frozencore.tune.training.recipe import Recipe
 from frozencore_lab.reports.statistics import holm
 from harness import RESULTS, ROOT, Record, parser_of, table
 from tenant_rows import Tenant, TenantPlan, manifest_of
-from tenant_study import SEED, Adapters, Job, Results, Updates, key, put_factors
+from tenant_study import RANK, SEED, Adapters, Job, Results, Study, Updates, key, put_factors
 from tenant_tables import with_interval
 from tenants_quality import Sharing, mean_of
 
@@ -151,8 +153,8 @@ class Datasets(Sharing):
         Args:
             only_train: Leave out fewer bits and compression.
         """
-        everyone = sorted(self.everyone, key=lambda name: sum(len(row.input_ids) for row in self.train_rows[name]))
-        groups = [everyone[:first][start : start + GROUP] for start in range(0, len(everyone[:first]), GROUP)]
+        everyone = self.shortest(first)
+        groups = [everyone[start : start + GROUP] for start in range(0, len(everyone), GROUP)]
         for seed in self.seeds[:seeds]:
             rates = {(arm, rank): self.rate(arm, rank) for arm, rank in arms}
             for group in groups:
@@ -162,16 +164,21 @@ class Datasets(Sharing):
                 continue
             for arm, rank in arms:
                 for bits in BITS if arm in ("fcca", "lora") else ():
-                    jobs = [(name, rates[arm, rank]) for name in everyone[:first]]
+                    jobs = [(name, rates[arm, rank]) for name in everyone]
                     at_bits = partial(self.rounded, arm, rank, seed, bits)
                     self.measure(f"{arm}, {bits} bits", rank, jobs, at_bits, seed=seed)
             if (rate := rates.get(("lora", self.lora_rank))) is not None:
-                self.compressed_loras(everyone[:first], rate, seed)
+                self.compressed_loras(everyone, rate, seed)
+
+    def shortest(self, count: int | None) -> list[str]:
+        """So many data sets, None for all, those with the shortest training rows first."""
+        return sorted(self.everyone, key=lambda name: sum(len(row.input_ids) for row in self.train_rows[name]))[:count]
 
     def rate(self, arm: str, rank: int) -> float | None:
         if arm == "base":
             return None
-        return self.searched_rate(FIRST_RATES[arm], arm, rank, self.adapters(arm, rank, SEED))
+        searched = rank if self.quick or arm == "lora" else RANK
+        return self.searched_rate(FIRST_RATES[arm], arm, searched, self.adapters(arm, searched, SEED))
 
     def compressed_loras(self, names: Sequence[str], rate: float, seed: int) -> None:
         """The LoRAs of rank 16 as full or diagonal cores on one basis of all of them, and each cut alone."""
@@ -409,19 +416,24 @@ def arms_of(text: str) -> list[tuple[str, int]]:
     return [(arm, int(rank)) for arm, _, rank in (one.rpartition("-") for one in text.split(","))]
 
 
-def main() -> None:
-    parser = parser_of(__doc__, "datasets-quality", "jsonl")
+def study_parser(doc: str | None, name: str) -> argparse.ArgumentParser:
+    """The options of the studies of these data sets."""
+    parser = parser_of(doc, name, "jsonl")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--work", type=Path, help="Folder for trained adapters and bases; with --quick beside --out.")
-    parser.add_argument("--arms", type=arms_of, help="Some arms with their ranks, as fcca-16,lora-1. Default: all.")
     parser.add_argument("--first", type=int, help="Only so many data sets, those with the shortest rows.")
-    parser.add_argument("--seeds", type=int, help="Only so many seeds.")
-    parser.add_argument("--only-train", action="store_true", help="Leave out fewer bits and compression.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
-    options = parser.parse_args()
-    out = options.out or RESULTS / "datasets-quality.jsonl"
+    return parser
+
+
+Kind = TypeVar("Kind", bound=Study)
+
+
+def study_of(options: argparse.Namespace, kind: type[Kind]) -> Kind:
+    """The study with its model and its data sets, whose lines go to the file of the options."""
+    out = options.out or RESULTS / f"{options.name}.jsonl"
     torch.set_num_threads(1)
     model, tokenizer = load_model(
         "pocket" if options.quick else options.model, dtype=options.dtype, device=options.device
@@ -437,7 +449,16 @@ def main() -> None:
     }  # fmt: skip
     results = Results(out, common, (*key("", 0, ""),))
     encoder = PromptEncoder(tokenizer, style="plain")
-    study = Datasets(model, encoder, tenants, results, options.work or out.with_suffix(".work"), options.quick)
+    return kind(model, encoder, tenants, results, options.work or out.with_suffix(".work"), options.quick)
+
+
+def main() -> None:
+    parser = study_parser(__doc__, "datasets-quality")
+    parser.add_argument("--arms", type=arms_of, help="Some arms with their ranks, as fcca-16,lora-1. Default: all.")
+    parser.add_argument("--seeds", type=int, help="Only so many seeds.")
+    parser.add_argument("--only-train", action="store_true", help="Leave out fewer bits and compression.")
+    options = parser.parse_args()
+    study = study_of(options, Datasets)
     study.run(options.arms or (QUICK_ARMS if options.quick else ARMS), options.first, options.seeds, options.only_train)
 
 

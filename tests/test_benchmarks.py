@@ -12,6 +12,8 @@ import pytest
 from fixtures import ROOT
 from frozencore.tune.pocket import pocket_model_path
 
+LINES = ("datasets_quality", "bits_tried", "tenants_quality", "rates")
+"""Programs that write a line for each measurement."""
 PROGRAMS = (
     "step",
     "calibration",
@@ -26,6 +28,7 @@ PROGRAMS = (
 WORDS = {name: [name] for name in PROGRAMS} | {
     "rates": ["rates", "--rates", "1e-2", "--lora-rates", "1e-3"],
     "datasets": ["datasets_quality"],
+    "bits": ["bits_tried"],
     "gpu": ["gpu", "--smollm2", str(pocket_model_path())],
     **{study: ["tenants_quality", study] for study in ("sharing", "starts", "compress")},
 }
@@ -42,5 +45,5 @@ def test_a_benchmark_runs_at_its_tiniest(name: str, tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = out.read_text(encoding="utf-8")
-    assert json.loads(lines.splitlines()[-1] if program in ("datasets_quality", "tenants_quality", "rates") else lines)
+    assert json.loads(lines.splitlines()[-1] if program in LINES else lines)
     assert '"error"' not in lines

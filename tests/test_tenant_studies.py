@@ -140,3 +140,81 @@ def test_diagonal_cores_are_found_where_they_are_and_keep_more_at_a_larger_rank(
         )
     assert lost[0] > lost[1] > lost[2]
     assert lost[2] < 1e-6 * lost[0]
+
+
+def test_codes_by_the_second_order_change_what_they_weigh_less_than_the_nearest_ones(studies: Any) -> None:
+    study, draw = import_module("bits_tried"), torch.Generator().manual_seed(0)
+    cores, factors = (torch.randn(5, 6, 6, generator=draw) for _ in range(2))
+    weights = factors @ factors.mT
+    eye = torch.eye(6).expand(5, 6, 6)
+
+    def changed(found: torch.Tensor, A: torch.Tensor, D: torch.Tensor) -> torch.Tensor:
+        error = (found - cores).double()
+        return torch.einsum("lmn,lnp,lpq,lmq->l", D.double(), error, A.double(), error)
+
+    for bits in (1, 2, 4):
+        nearest = study.all_rounded(cores, bits)
+        better = study.by_second_order(cores, bits, weights, weights)
+        assert (changed(better, weights, weights) < 0.9 * changed(nearest, weights, weights)).all()
+        assert all(len(one.unique()) <= 2**bits for one in better)
+        plain = study.by_second_order(cores, bits, eye, eye)
+        torch.testing.assert_close(changed(plain, eye, eye), changed(nearest, eye, eye), rtol=0.02, atol=0)
+
+
+def test_turned_cores_lose_less_where_one_value_is_large(studies: Any) -> None:
+    study = import_module("bits_tried")
+    spiked = torch.full((1, 16, 16), 0.01)
+    spiked[0, 0, 0] = 1.0
+    error = [float((one - spiked).norm()) for one in (study.all_rounded(spiked, 2), study.turned(spiked, 2))]
+    assert error[1] < error[0]
+
+
+def test_a_model_reads_rounded_cores_from_a_step_on_while_the_values_themselves_move(studies: Any) -> None:
+    study = import_module("bits_tried")
+    model, read = torch.nn.Linear(4, 4, bias=False), []
+    core = model.weight
+    model.register_forward_hook(lambda *_: read.append(core.detach().clone()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    expected = core.detach().clone()
+    with study.reading_rounded(model, [core], 2, 2):
+        for step in range(4):
+            model(torch.eye(4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            whole = study.all_rounded(expected[None], 2)[0] if step >= 2 else expected
+            torch.testing.assert_close(read[-1], whole, rtol=0, atol=0)
+            expected = expected - 0.125
+            torch.testing.assert_close(core.detach(), expected)
+    assert model(torch.eye(4)) is not None
+    torch.testing.assert_close(read[-1], expected, rtol=0, atol=1e-6)
+
+
+def test_loraquant_keeps_the_first_pairs_at_some_bits_and_the_signs_of_the_others(studies: Any) -> None:
+    study, draw = import_module("loraquant"), torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(128, 3, generator=draw, dtype=torch.float64))[0] for _ in range(2))
+    B, A = left * torch.tensor([3.0, 2.0, 0.5]), right.mT
+    found, bits = study.loraquant({"one": (B, A), "two": (2 * B, A)}, 3, 0.99)
+    assert bits == 2 * (2 * (3 * 256 + 4 * (16 + 3)) + (256 + 4 * 16))  # 9 and 4 of 13.25: two pairs first
+    x, y = found["one"]
+    for side, own in ((x.mT, left.mT), (y, right.mT)):
+        groups = side.view(3, 2, 64)
+        assert all(len(group.unique()) <= 8 for group in groups[:2].flatten(0, 1))
+        assert all(len(group.abs().unique()) == 1 for group in groups[2])
+        assert abs(float((side[2].sign() == own[2].sign()).double().mean()) - 0.5) == 0.5  # the pair's own sign is free
+    error = float((x @ y - B @ A).norm() / (B @ A).norm())
+    few = [float((study.uniform(side, 3, 64) - side).norm()) for side in (left.mT, right.mT)]
+    assert error < 0.5
+    assert max(few) < 0.5
+
+
+def test_pairs_are_moved_to_where_their_rounded_product_is_nearer(studies: Any) -> None:
+    study, draw = import_module("loraquant"), torch.Generator().manual_seed(0)
+    b, a = (torch.randn(2, 128, generator=draw, dtype=torch.float64) for _ in range(2))
+    moved = study.descended(b, a, 2, 64)
+
+    def errors(x: torch.Tensor, y: torch.Tensor) -> list[float]:
+        rounded = [study.uniform(side, 2, 64) for side in (x, y)]
+        products = (torch.einsum("pm,pn->pmn", *pair) for pair in (rounded, (b, a)))
+        return torch.sub(*products).flatten(1).norm(dim=1).tolist()
+
+    assert all(new < old for new, old in zip(errors(*moved), errors(b, a), strict=True))
