@@ -372,25 +372,6 @@ def arms_table(lines: Sequence[Record]) -> str:
     return table([*heads, "loss", "minus shared FCCA", "exact match, %", "minus shared FCCA"], rows)
 
 
-def bits_table(lines: Sequence[Record]) -> str:
-    """What fewer bits cost each arm, and the bytes of its values."""
-    rows = []
-    for arm, rank in ARMS:
-        for bits in BITS:
-            name = (f"{arm}, {bits} bits", rank)
-            differences = {measure: apart(lines, name, (arm, rank), measure) for measure in DIGITS}
-            if len(differences["loss"]) < 2:
-                continue
-            size = next(line["value_bytes"] for line in lines if (line["arm"], line["rank"]) == name)
-            cells = [f"{NAMES[arm]}, r = {rank}", str(bits), f"{size:,}", str(len(differences["loss"]))]
-            for measure, digits in DIGITS.items():
-                middle, low, high = interval_of(differences[measure])
-                cells.append(f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})")
-            rows.append(cells)
-    heads = ["adapter", "bits", "bytes of values", "data sets", "loss, minus 32 bits", "exact match, minus 32 bits"]
-    return table(heads, rows) if rows else "Not measured yet.\n"
-
-
 def picture(lines: Sequence[Record]) -> str:
     """The loss of each data set with the shared FCCA against that of each rival of the primary questions."""
     panels = []

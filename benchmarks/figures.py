@@ -293,7 +293,11 @@ def _ticks(low: float, high: float) -> list[float]:
 def _bytes(least: float, most: float) -> Iterable[tuple[float, str]]:
     """Round numbers of bytes between two powers of ten."""
     found = [times * 10**power for power in range(floor(least), ceil(most)) for times in (1, 2, 5)]
-    return [(size, f"{size / 1e6:g} MB") for size in found if least <= log10(size) <= most]
+    return [
+        (size, f"{size / 1e6:g} MB" if size >= 1e6 else f"{size / 1e3:g} KB")
+        for size in found
+        if least <= log10(size) <= most
+    ]
 
 
 def _free(

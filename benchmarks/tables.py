@@ -22,6 +22,7 @@ import bank_bits
 import calibration
 import datasets_quality
 import devices
+import few_bits
 import figures
 import gpu
 import many_tenants
@@ -57,7 +58,6 @@ from campaign_tables import (
 from frozencore.tune.record import read_record
 from frozencore_lab.reports.statistics import paired_difference
 from harness import RESULTS, ROOT, lines_of, table
-from tenant_tables import arms_of, values_of
 
 LAB_RESULTS = ROOT / "lab" / "results"
 
@@ -91,28 +91,30 @@ def private(lines: Runs) -> str:
     return table(["fragment of SST-2: accuracy, % / loss", "values", "not private", "ε = 8", "ε = 3", "ε = 1"], rows)
 
 
-def at_a_glance(sharing: Runs, in_vllm: Mapping[str, Any]) -> str:
-    """A LoRA of rank 16, one of rank 1 and a core of rank 16 on a shared basis, a fact a line."""
-    arms = arms_of(sharing)
-    adapters = [arms[arm] for arm in (("lora", 16), ("lora", 1), ("pooled", 16))]
-    everyone = list(adapters[-1])
-    sizes = [of[everyone[0]][0]["disk_bytes"] for of in adapters]
+def at_a_glance(study: Runs, in_vllm: Mapping[str, Any]) -> str:
+    """A LoRA of rank 16, one of rank 1 and a core of rank 16 on a shared basis at their best bits, a fact a line."""
+    bits = {arm: few_bits.fewest_bits(study, arm) for arm in few_bits.ADAPTERS.values()}
+    arms = [few_bits.at_bits(*own) for own in bits.items()]
     engines = [served.LORA, served.LORA_1, served.BASIS]
     slots = [in_vllm["adapter"][engine]["slot_bytes"] for engine in engines]
-    of_base = {measure: values_of(arms["base", 0], everyone, measure).mean() for measure in ("loss", "accuracy")}
 
-    def means(measure: str, digits: int) -> list[str]:
-        return [f"{values_of(of, everyone, measure).mean():.{digits}f}" for of in adapters]
+    def means(measure: str, digits: int) -> tuple[str, list[str]]:
+        base, *found = (datasets_quality.by_set(study, arm, measure) for arm in (("base", 0), *arms))
+        common = set.intersection(*map(set, found))
+        of_base, *means = (f"{fmean(one[name] for name in common):.{digits}f}" for one in (base, *found))
+        return f"of {len(common)} data sets (base model {of_base})", means
 
+    (losses, of_loss), (rights, of_exact) = means("loss", 2), means("exact", 1)
     rows = [
-        ["bytes of a tenant", *(f"{size:,}" for size in sizes)],
+        ["bytes of a tenant's values (bits of each)",
+         *(f"{few_bits.bytes_at(study, *own):,} ({own[1]})" for own in bits.items())],
         ["tenants in a gigabyte of vLLM", *(f"{1e9 // size:,.0f}" for size in slots)],
         ["64 tenants in vLLM, share of the base model's speed",
          *(f"{served.of_base(in_vllm, engine, 64)[0]:.0%}" for engine in engines)],
-        [f"held-out loss of 24 tenants, nats a token (base model {of_base['loss']:.2f})", *means("loss", 2)],
-        [f"accuracy of 24 tenants, % (base model {of_base['accuracy']:.1f})", *means("accuracy", 1)],
+        [f"held-out loss {losses}", *of_loss],
+        [f"exact answers, % {rights}", *of_exact],
     ]  # fmt: skip
-    return table(["", "LoRA, r = 16", "LoRA, r = 1", "core, r = 16, on a shared basis"], rows)
+    return table(["", *few_bits.ADAPTERS], rows)
 
 
 TENANTS = ("tenants-quality.jsonl", "compress-quality.jsonl", "sharing-quality.jsonl")
@@ -122,7 +124,7 @@ ENDINGS = ("smollm2-forgetting-first", "smollm2-forgetting-cores", "smollm2-valu
 REVIEWS = ("smollm2-low-rates", "smollm2-seeds")
 SEARCHED = ("RawGrad", "EVA", "Random", "LoRA, r = 1", "LoRA, r = 16")
 BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] = {
-    "README.md": {"at-a-glance": (at_a_glance, TENANTS[0], "served.json")},
+    "README.md": {"at-a-glance": (at_a_glance, "datasets-quality.jsonl", "served.json")},
     "docs/core-or-lora.md": {
         "seeds-sst2": (partial(in_order, by_loss), "smollm2-seeds"),
         "seeds-hellaswag": (partial(in_order, by_loss), "smollm2-endings"),
@@ -134,10 +136,13 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
     },
     "docs/sharing.md": {
         "datasets": (datasets_quality.arms_table, "datasets-quality.jsonl"),
-        "datasets-bits": (datasets_quality.bits_table, "datasets-quality.jsonl"),
         "datasets-primary": (datasets_quality.primary_table, "datasets-quality.jsonl"),
         "tenants": (partial(tenant_tables.sharing_table, "all"), "tenants-quality.jsonl"),
         "bases": (partial(tenant_tables.bases_table, "all"), *TENANTS[1:]),
+    },
+    "docs/bits.md": {
+        "bits": (few_bits.bits_table, "datasets-quality.jsonl"),
+        "bits-tried": (few_bits.table_of, "few-bits.jsonl", "datasets-quality.jsonl"),
     },
     "docs/compressing.md": {
         "compress": (partial(tenant_tables.compress_table, tenant_tables.COMPRESSED), "compress-quality.jsonl"),
@@ -283,6 +288,7 @@ PICTURES: Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "values": (of_shapes, "smollm2-values"),
     "forgetting": (of_forgetting, *ENDINGS, "smollm2-endings", *REVIEWS),
     "datasets": (datasets_quality.picture, "datasets-quality.jsonl"),
+    "bits": (few_bits.picture, "datasets-quality.jsonl"),
     "tenants": (tenant_tables.losses_picture, TENANTS[0]),
     "served": (of_serving, "served.json"),
 }

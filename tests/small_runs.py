@@ -14,6 +14,7 @@ from torch import Tensor
 from frozencore import frozen_core_layers
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.load import Inputs, load_model, prepare
+from frozencore.tune.methods import METHODS
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import RunRecord, read_record
 
@@ -23,11 +24,13 @@ DIVERGES = 1e300
 
 
 def config_of(data: Path, **overrides: Any) -> RunConfig:
+    """A short run, whose cores keep their 32 bits so that runs can be compared."""
     few = {
         "model": str(pocket_model_path()), "data": data, "rank": 4, "calibration_size": 16, "batch_size": 2,
         "accumulation": 2, "epochs": 2, "device": "cpu",
     }  # fmt: skip
-    return make_config(**{**few, **overrides})
+    whole = {"bits": 32} if METHODS[overrides.get("method", "fcca")].has_bases else {}
+    return make_config(**{**few, **whole, **overrides})
 
 
 def inputs_of(config: RunConfig) -> Inputs:

@@ -12,7 +12,7 @@ import pytest
 from fixtures import ROOT
 from frozencore.tune.pocket import pocket_model_path
 
-LINES = ("datasets_quality", "bits_tried", "tenants_quality", "rates")
+LINES = ("datasets_quality", "few_bits", "tenants_quality", "rates")
 """Programs that write a line for each measurement."""
 PROGRAMS = (
     "step",
@@ -28,7 +28,7 @@ PROGRAMS = (
 WORDS = {name: [name] for name in PROGRAMS} | {
     "rates": ["rates", "--rates", "1e-2", "--lora-rates", "1e-3"],
     "datasets": ["datasets_quality"],
-    "bits": ["bits_tried"],
+    "bits": ["few_bits"],
     "gpu": ["gpu", "--smollm2", str(pocket_model_path())],
     **{study: ["tenants_quality", study] for study in ("sharing", "starts", "compress")},
 }

@@ -112,12 +112,16 @@ def test_the_tables_of_data_sets_pair_what_both_arms_have_and_name_what_is_shown
     assert "| one FCCA basis, r = 16 | 4 | 0.01 | 3.750 |" in arms
     assert "| a LoRA, r = 1 | 3 | 0.01 | 2.367 | +0.367 (+0.100 to +0.500) |" in arms
     fewer = [{**line, "arm": "fcca, 4 bits", "loss": line["loss"] + 0.5, "value_bytes": 99} for line in lines[:4]]
-    assert "| one FCCA basis, r = 16 | 4 | 99 | 4 | +0.500 (+0.500 to +0.500) |" in study.bits_table(lines + fewer)
+    assert "| one FCCA basis, r = 16 | 4 | 99 | 4 | +0.500 (+0.500 to +0.500) |" in import_module(
+        "few_bits"
+    ).bits_table(lines + fewer)
     assert (
         study.picture(lines + [{**line, "arm": "random", "rank": 16} for line in lines[:2]]).count("<circle")
         == 3 + 3 + 2
     )
-    assert [one([]) for one in (study.primary_table, study.arms_table, study.bits_table)] == ["Not measured yet.\n"] * 3
+    assert [one([]) for one in (study.primary_table, study.arms_table, import_module("few_bits").bits_table)] == [
+        "Not measured yet.\n"
+    ] * 3
 
 
 def test_diagonal_cores_are_found_where_they_are_and_keep_more_at_a_larger_rank(studies: Any) -> None:
@@ -143,7 +147,7 @@ def test_diagonal_cores_are_found_where_they_are_and_keep_more_at_a_larger_rank(
 
 
 def test_codes_by_the_second_order_change_what_they_weigh_less_than_the_nearest_ones(studies: Any) -> None:
-    study, draw = import_module("bits_tried"), torch.Generator().manual_seed(0)
+    study, draw = import_module("few_bits"), torch.Generator().manual_seed(0)
     cores, factors = (torch.randn(5, 6, 6, generator=draw) for _ in range(2))
     weights = factors @ factors.mT
     eye = torch.eye(6).expand(5, 6, 6)
@@ -162,7 +166,7 @@ def test_codes_by_the_second_order_change_what_they_weigh_less_than_the_nearest_
 
 
 def test_turned_cores_lose_less_where_one_value_is_large(studies: Any) -> None:
-    study = import_module("bits_tried")
+    study = import_module("few_bits")
     spiked = torch.full((1, 16, 16), 0.01)
     spiked[0, 0, 0] = 1.0
     error = [float((one - spiked).norm()) for one in (study.all_rounded(spiked, 2), study.turned(spiked, 2))]
@@ -170,7 +174,7 @@ def test_turned_cores_lose_less_where_one_value_is_large(studies: Any) -> None:
 
 
 def test_a_model_reads_rounded_cores_from_a_step_on_while_the_values_themselves_move(studies: Any) -> None:
-    study = import_module("bits_tried")
+    study = import_module("few_bits")
     model, read = torch.nn.Linear(4, 4, bias=False), []
     core = model.weight
     model.register_forward_hook(lambda *_: read.append(core.detach().clone()))
@@ -218,3 +222,23 @@ def test_pairs_are_moved_to_where_their_rounded_product_is_nearer(studies: Any) 
         return torch.sub(*products).flatten(1).norm(dim=1).tolist()
 
     assert all(new < old for new, old in zip(errors(*moved), errors(b, a), strict=True))
+
+
+def test_the_fewest_bits_are_those_down_to_which_neither_interval_passes_the_margin(studies: Any) -> None:
+    study = import_module("few_bits")
+
+    def lines(arm: str, losses: tuple[float, ...], exact: tuple[float, ...]) -> list[dict[str, Any]]:
+        return [
+            {"phase": "final", "arm": arm, "rank": 16, "tenant": f"set-{i}", "loss": loss, "exact": right}
+            for i, (loss, right) in enumerate(zip(losses, exact, strict=True))
+        ]
+
+    whole = lines("fcca", (1.0, 2.0, 3.0), (50.0, 60.0, 70.0))
+    eight = lines("fcca, 8 bits", (1.004, 2.004, 3.004), (49.6, 59.6, 69.6))
+    four = lines("fcca, 4 bits", (1.0, 2.0, 3.0), (49.4, 60.0, 70.0))  # the interval's end is .6 points lower
+    two = lines("fcca, 2 bits", (1.0, 2.0, 3.0), (50.0, 60.0, 70.0))
+    assert study.fewest_bits(whole, study.CORES) == 32
+    assert study.fewest_bits(whole + eight, study.CORES) == 8
+    assert study.fewest_bits(whole + eight + four + two, study.CORES) == 8
+    worse = lines("fcca, 8 bits", (1.006, 2.006, 3.006), (50.0, 60.0, 70.0))
+    assert study.fewest_bits(whole + worse, study.CORES) == 32

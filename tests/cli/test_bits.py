@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from frozencore.adapter.folders import read_adapter
+from frozencore.maths.quantise import DEFAULT_BITS
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.scores import score_run
 from input_files import write_rows
@@ -34,7 +35,7 @@ def rows_of(folder: Path, *names: str) -> Path:
 
 def test_a_run_scores_and_saves_its_core_of_few_bits(command: Command, tmp_path: Path) -> None:
     rows, whole, few = rows_of(tmp_path, "anna") / "anna.jsonl", tmp_path / "whole", tmp_path / "few"
-    shown(command, "tune", *SHORT, "--data", rows, "--out", whole)
+    shown(command, "tune", *SHORT, "--data", rows, "--bits", 32, "--out", whole)
     out = shown(command, "tune", *SHORT, "--data", rows, "--bits", 2, "--out", few)
     saved, exact = read_adapter(few / "adapter"), read_adapter(whole / "adapter")
     assert torch.equal(saved.core.values, exact.core.in_bits(2, exact.ranks).values)
@@ -62,16 +63,18 @@ def test_tenants_newcomers_and_sums_have_the_bits_that_are_asked_for(command: Co
     assert [core.bits for core in cores.values()] == [4, 4, 4]
     on_it = ("--model", SHORT[1], "--epochs", 1, "--basis", many / "basis")
     more = (*on_it, "--data", rows / "anna.jsonl", "--start-from", many / "anna")
-    shown(command, "tune", *more, "--bits", 8, "--out", tmp_path / "on")
-    assert read_adapter(tmp_path / "on/adapter").core.bits == 8
+    for bits, flags in ((2, ("--bits", 2)), (DEFAULT_BITS, ())):
+        shown(command, "tune", *more, *flags, "--out", tmp_path / f"on-{bits}")
+        assert read_adapter(tmp_path / f"on-{bits}/adapter").core.bits == bits
     both = [many / "anna", many / "ben"]
-    shown(command, "merge", *both, "--out", tmp_path / "sum")
-    shown(command, "merge", *both, "--bits", 8, "--out", tmp_path / "small")
+    shown(command, "merge", *both, "--bits", 32, "--out", tmp_path / "sum")
+    shown(command, "merge", *both, "--out", tmp_path / "small")
     exact = (cores["anna"].values + cores["ben"].values) / 2
     assert torch.equal(read_adapter(tmp_path / "sum").core.values, exact)
     small = read_adapter(tmp_path / "small")
-    assert torch.equal(small.core.values, read_adapter(tmp_path / "sum").core.in_bits(8, small.ranks).values)
-    assert ", of 8 bits" in (tmp_path / "small/README.md").read_text()
+    fewer = read_adapter(tmp_path / "sum").core.in_bits(DEFAULT_BITS, small.ranks)
+    assert torch.equal(small.core.values, fewer.values)
+    assert f", of {DEFAULT_BITS} bits" in (tmp_path / "small/README.md").read_text()
 
 
 def test_bits_are_of_methods_with_cores(command: Command, tmp_path: Path) -> None:

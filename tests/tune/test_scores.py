@@ -30,7 +30,7 @@ def config_of(**overrides: Any) -> RunConfig:
         "model": str(pocket_model_path()), "task": "pocket-entailment", "rank": 8, "calibration_size": 8,
         "batch_size": 8, "accumulation": 1, "epochs": 4, "num_train": 16, "num_evaluation": 24, "device": "cpu",
         "learning_rate": 0.05, "warmup": 0.0, "seed": 44, "core": {"coordinates": "qr", "alpha": None},
-        "select_checkpoint": "epoch",
+        "select_checkpoint": "epoch", "bits": 32,
     }  # fmt: skip
     return make_config(**{**few, **overrides})
 

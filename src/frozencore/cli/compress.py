@@ -16,6 +16,7 @@ from frozencore.cli.stages import StageDisplay
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config
 from frozencore.files.atomic_write import check_output
+from frozencore.maths.quantise import DEFAULT_BITS
 from frozencore.text import bytes_in_words, num_of
 from frozencore.tune.locate import find_tenants, require_model
 
@@ -37,7 +38,7 @@ def compress(
     ],
     output: Annotated[Path, typer.Option("--out", "--output", help="New folder for the basis and the cores.")],
     rank: Annotated[int, typer.Option(help="Largest rank of the basis; a core holds rank x rank values a layer.")] = 32,
-    bits: Annotated[int, flag("bits")] = 32,
+    bits: Annotated[int, flag("bits")] = DEFAULT_BITS,
     model: Annotated[
         str | None,
         typer.Option(help="The base model, to compare layers and weights with, and to record in the basis."),

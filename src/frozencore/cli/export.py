@@ -12,7 +12,7 @@ from frozencore.cli.flags import flag
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of
 from frozencore.files.atomic_write import check_output, require_writable
-from frozencore.maths.quantise import BITS
+from frozencore.maths.quantise import BITS, DEFAULT_BITS
 from frozencore.text import unknown_name
 from frozencore.tune.locate import model_location, require_model
 
@@ -115,7 +115,7 @@ def merge(
     weights: Annotated[
         str | None, typer.Option(help="A weight for each, separated by commas; may be negative. Default: their mean.")
     ] = None,
-    bits: Annotated[int, flag("bits")] = 32,
+    bits: Annotated[int, flag("bits")] = DEFAULT_BITS,
 ) -> None:
     try:
         shares = None if weights is None else [float(part) for part in weights.split(",")]

@@ -24,7 +24,7 @@ from frozencore.constructors import (
 from frozencore.constructors.constructor import Rank, ScaleOptions
 from frozencore.errors import ConfigError
 from frozencore.maths.moments import MomentName
-from frozencore.maths.quantise import Bits
+from frozencore.maths.quantise import DEFAULT_BITS, Bits
 from frozencore.options import Bounds, ConfigPart, Option, options_of
 from frozencore.text import unknown_name
 
@@ -204,7 +204,7 @@ class MethodConfig(ConfigPart):
         "Start from the core of an adapter on --basis: its folder, or that of its run; merge makes the mean of "
         "several. Default: zero.",
     ] = None
-    bits: Bits = 32
+    bits: Bits = DEFAULT_BITS
     core: dict[str, Any] = field(default_factory=dict)
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     seed: Seed = SEED

@@ -136,7 +136,7 @@ def execute(
 
         def finish() -> TunedRecord:
             with scoring_trained(recipe):
-                core = round_core(adapted.model, config.method.bits)
+                core = round_core(adapted.model, config.method.bits) if method.has_bases else None
                 after = score_run(adapted.model, inputs, config.scoring, as_stage(progress, "score"))
             _save(config, inputs, adapted, (before, after), out, core)
             basis = {"basis": basis_id(adapted.model)} if method.has_bases else {}

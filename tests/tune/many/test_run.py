@@ -46,7 +46,7 @@ from small_runs import (
 
 def words_of(tenants: Path, out: Path, *more: str) -> list[str]:
     """The work of the fixture ``together`` as a command."""
-    few = "--rank 4 --calibration-size 16 --batch-size 2 --accumulation 2 --epochs 2 --slots 2 --device cpu"
+    few = "--rank 4 --calibration-size 16 --batch-size 2 --accumulation 2 --epochs 2 --slots 2 --device cpu --bits 32"
     whole = ["tune-many", "--model", str(pocket_model_path()), "--tenants", str(tenants), *few.split()]
     return [*whole, "--select-checkpoint", "epoch", "--output", str(out), *more]
 
@@ -180,7 +180,14 @@ def test_a_newcomer_is_trained_beside_results_that_stand_on_a_named_basis(
     def train(*names: str) -> dict[str, TenantOutcome]:
         listed = tmp_path / "tenants.yaml"
         listed.write_text("".join(f"{name}: {tenants}/{name}.jsonl\n" for name in names))
-        few = {"model": str(pocket_model_path()), "batch_size": 2, "accumulation": 2, "epochs": 2, "device": "cpu"}
+        few = {
+            "model": str(pocket_model_path()),
+            "batch_size": 2,
+            "accumulation": 2,
+            "epochs": 2,
+            "device": "cpu",
+            "bits": 32,
+        }
         config = make_config(data=listed, basis=basis, select_checkpoint="epoch", **few)
         return execute_many(config, out, lambda stage, *_: stages.add(stage), num_slots=2, resume=True)
 

@@ -179,6 +179,8 @@ DEFAULTS = {"batch_size": 1, "samples": 0, "exact_match": "no"}
 """The values of runs that name no others, where those of ``tune`` differ."""
 CORE_LEARNING_RATE = 1e-2
 """The learning rate of cores in runs that name none, so that constructors are compared at one rate."""
+WHOLE = 32
+"""The bits of cores in runs that name none; an id leaves them out."""
 
 
 def default_learning_rate(method: Method) -> float:
@@ -215,6 +217,7 @@ class Job:
         A new option of a later version does not change it; a task stands under its own name.
         """
         values = {name: value for name, value in self.config.content(changed=True).items() if name not in PLACES}
+        values = {name: value for name, value in values.items() if (name, value) != ("bits", WHOLE)}
         method = self.config.method.name
         core = {name: value for name, value in values.pop("core", {}).items() if method in constructors_reading(name)}
         values |= {"core": core} if core else {}
@@ -246,4 +249,6 @@ def make_job(kind: str, options: dict[str, Any], reference_size: int | None = No
     config = make_config(strict=True, **{**DEFAULTS, **options})
     if "learning_rate" not in options:
         config = config.replaced(learning_rate=default_learning_rate(config.method.entry))
+    if "bits" not in options and config.method.entry.has_bases:
+        config = config.replaced(bits=WHOLE)
     return Job(KINDS[kind], config, reference_size)

@@ -1,6 +1,6 @@
-"""Other ways to few bits than the library's, on the cores and LoRAs that ``datasets_quality.py`` trained.
+"""What fewer bits cost the adapters of ``datasets_quality.py``, and other ways to few bits than the library's.
 
-    OMP_NUM_THREADS=1 python benchmarks/bits_tried.py --data-root DIR --work FOLDER --first 12     # resumes
+    OMP_NUM_THREADS=1 python benchmarks/few_bits.py --data-root DIR --work FOLDER --first 12     # resumes
 
 ``--work`` is the folder of that study. The first seed's shared cores of rank 16 are read again and rounded:
 
@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,7 +25,21 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from datasets_quality import DIGITS, LORA, Datasets, apart, interval_of, rounded, study_of, study_parser
+import figures
+from datasets_quality import (
+    ARMS,
+    BITS,
+    DIGITS,
+    LORA,
+    NAMES,
+    Datasets,
+    apart,
+    by_set,
+    interval_of,
+    rounded,
+    study_of,
+    study_parser,
+)
 from frozencore import Core, basis_id, frozen_core_layers, swap_core
 from frozencore.maths.linalg import seeded_generator, thin_qr
 from frozencore.maths.quantise import levels, quantise
@@ -36,6 +50,7 @@ from harness import RESULTS, Record, lines_of, table
 from loraquant import loraquant
 from tenant_study import RANK, SEED, Adapters, Job, put_factors, zero_core
 
+Arm = tuple[str, int]
 WAYS = {"row": (4, 3, 2, 1), "turned": (4, 2), "second order": (4, 2, 1), "trained": (2, 1)}
 LORAQUANT = ((2, 0.8), (3, 0.9))
 SWEEPS = 3
@@ -223,7 +238,97 @@ def reading_rounded(model: nn.Module, cores: Sequence[nn.Parameter], bits: int, 
             hook.remove()
 
 
-NAMES = {
+# --------------------------------------------------------------------------------------------------------------- tables
+
+CORES: Arm = ("fcca", RANK)
+ADAPTERS: Mapping[str, Arm] = {"LoRA, r = 16": ("lora", LORA), "LoRA, r = 1": ("lora", 1), "core, r = 16": CORES}
+"""The adapters of the README, as it names them."""
+HARMLESS = {"loss": 0.005, "exact": 0.5}
+"""What bits may cost at most, by the end of the 95 % interval that is a loss: set on 28 November, before the runs."""
+
+
+def bits_table(lines: Sequence[Record]) -> str:
+    """What fewer bits cost each arm, and the bytes of its values."""
+    rows = []
+    for arm, rank in ARMS:
+        for bits in BITS:
+            name = at_bits((arm, rank), bits)
+            differences = {measure: apart(lines, name, (arm, rank), measure) for measure in DIGITS}
+            if len(differences["loss"]) < 2:
+                continue
+            size = next(line["value_bytes"] for line in lines if (line["arm"], line["rank"]) == name)
+            cells = [f"{NAMES[arm]}, r = {rank}", str(bits), f"{size:,}", str(len(differences["loss"]))]
+            for measure, digits in DIGITS.items():
+                middle, low, high = interval_of(differences[measure])
+                cells.append(f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})")
+            rows.append(cells)
+    heads = ["adapter", "bits", "bytes of values", "data sets", "loss, minus 32 bits", "exact match, minus 32 bits"]
+    return table(heads, rows) if rows else "Not measured yet.\n"
+
+
+def at_bits(arm: Arm, bits: int) -> Arm:
+    return arm if bits == 32 else (f"{arm[0]}, {bits} bits", arm[1])
+
+
+def fewest_bits(lines: Sequence[Record], arm: Arm) -> int:
+    """The fewest bits of an arm that cost at most what is harmless."""
+    found = 32
+    for bits in BITS:
+        differences = {measure: apart(lines, at_bits(arm, bits), arm, measure) for measure in HARMLESS}
+        if any(len(one) < 2 for one in differences.values()):
+            break
+        _, _, loss = interval_of(differences["loss"])
+        _, exact, _ = interval_of(differences["exact"])
+        if loss > HARMLESS["loss"] or exact < -HARMLESS["exact"]:
+            break
+        found = bits
+    return found
+
+
+def bytes_at(lines: Sequence[Record], arm: Arm, bits: int) -> int:
+    """Bytes of an adapter's values."""
+    name = at_bits(arm, bits)
+    line = next(line for line in lines if (line["arm"], line["rank"], line["phase"]) == (*name, "final"))
+    return line["memory_bytes"] if bits == 32 else line["value_bytes"]
+
+
+SHOWN: Sequence[tuple[str, str, Arm, Sequence[int]]] = [
+    ("core, r = 16, one basis for all", figures.ORANGE, CORES, (32, 4, 2)),
+    ("LoRA, r = 1", figures.BLUE, ("lora", 1), (32, 4, 2)),
+    ("LoRA, r = 16", figures.NAVY, ("lora", LORA), (4,)),
+]
+
+
+def picture(lines: Sequence[Record]) -> str:
+    """The mean loss of the data sets that all have, against the bytes of an adapter's values."""
+    arms = [at_bits(arm, bits) for _, _, arm, every in SHOWN for bits in every]
+    losses = {arm: by_set(lines, arm, "loss") for arm in arms}
+    common = sorted(set.intersection(*(set(of) for of in losses.values())))
+
+    def point(arm: Arm) -> figures.Point:
+        mean = sum(losses[arm][name] for name in common) / len(common)
+        middle, low, high = interval_of({name: losses[arm][name] - losses[CORES][name] for name in common})
+        return figures.Point(mean, mean + low - middle, mean + high - middle)
+
+    kinds = [
+        figures.Kind(
+            label, colour, [(bytes_at(lines, arm, bits), f"{bits} bits", point(at_bits(arm, bits))) for bits in every]
+        )
+        for label, colour, arm, every in SHOWN
+    ]
+    note = [
+        f"SmolLM2-135M-Instruct, mean of {len(common)} data sets, one seed. Lower and to the left is better.",
+        "Bars: 95 % intervals of the difference from the core at 32 bits; they resample data sets.",
+    ]
+    about = (
+        "The mean held-out loss of data sets against the bytes of an adapter's values; the numbers are in the table."
+    )
+    heading = [("held-out loss, nats a token", kinds)]
+    return figures.planes(heading, "bytes of an adapter's values", TITLE, about, note, of_bytes=True)
+
+
+TITLE = "At 4 bits a core takes 16 KB, and its loss is that of 32 bits"
+WAY_NAMES = {
     "row": "a scale a row of R", "turned": "P and Q turned at random", "second order": "codes by the second order",
     "trained": "the last epoch trained on rounded values",
 }  # fmt: skip
@@ -247,10 +352,6 @@ def table_of(lines: Sequence[Record], study: Sequence[Record]) -> str:
     heads = ["way", "bytes of values", "data sets", "loss, minus 32 bits", "minus a scale a layer",
              "exact match, minus 32 bits", "minus a scale a layer"]  # fmt: skip
     return table(heads, rows) if rows else "Not measured yet.\n"
-
-
-Arm = tuple[str, int]
-CORES: Arm = ("fcca", RANK)
 
 
 def cores_tried() -> list[tuple[str, Arm, Arm | None, Arm]]:
@@ -283,7 +384,7 @@ def rate_of(arm: str, rank: int) -> float:
 
 
 def main() -> None:
-    options = study_parser(__doc__, "bits-tried").parse_args()
+    options = study_parser(__doc__, "few-bits").parse_args()
     rates = (1e-2, 2e-3) if options.quick else (rate_of("fcca", RANK), rate_of("lora", LORA))
     study_of(options, Tried).run(*rates, options.first)
 
