@@ -89,8 +89,13 @@ NAMES = {
 }  # fmt: skip
 ROWS_AT_ONCE = 16
 LORA = 16
-CUTS = {"full cores": (16, 32, 64), "diagonal cores": (16, 64, 256), "cut alone": (1, 2, 4)}
-QUICK_CUTS = {"full cores": (2,), "diagonal cores": (3,), "cut alone": (1,)}
+CUTS = {
+    "full cores, 4 bits": (32,),
+    "full cores": (16, 32, 64),
+    "diagonal cores": (16, 64, 256),
+    "cut alone": (1, 2, 4),
+}
+QUICK_CUTS = {"full cores, 4 bits": (2,), "full cores": (2,), "diagonal cores": (3,), "cut alone": (1,)}
 GROUP = 4
 """How many data sets train together in an arm before the next arm has them."""
 QUICK_ARMS: Sequence[tuple[str, int]] = [("base", 0), ("fcca", 4), ("lora", 2), ("own", 4)]
@@ -207,7 +212,7 @@ class Datasets(Sharing):
                 kept[name] += float((B @ A).square().sum() - (B @ A - left @ right).square().sum())
                 found[name][layer] = left, right
         sizes = {
-            "value_bytes": 4 * sum(own for _, own, _ in done.values()),
+            "value_bytes": sum(own for _, own, _ in done.values()),
             "basis_bytes": 4 * sum(shared for _, _, shared in done.values()),
         }
         with self.adapted("lora", max(left.shape[1] for left, _ in found[names[0]].values())) as model:
@@ -285,26 +290,35 @@ def rounded(rows: Tensor, bits: int) -> Tensor:
 # -------------------------------------------------------------------------------------------------------------- cutting
 
 Factors = tuple[list[tuple[Tensor, Tensor]], int, int]
-"""Left and right factors of each update, the values that each tenant has, and those that all share."""
+"""Left and right factors of each update, the bytes of a tenant's own values, and how many values all share."""
 
 
-def on_full_cores(updates: Sequence[tuple[Tensor, Tensor]], rank: int) -> Factors:
+def on_full_cores(updates: Sequence[tuple[Tensor, Tensor]], rank: int, bits: int = 32) -> Factors:
     basis = compress(updates, rank)
-    factors = [(basis.P @ core_of(basis.P, basis.Q, one), basis.Q.mT.contiguous()) for one in updates]
-    return factors, basis.P.shape[1] ** 2, basis.P.numel() + basis.Q.numel()
+    cores = [core_of(basis.P, basis.Q, one) for one in updates]
+    if bits < 32:
+        cores = [rounded(R.reshape(1, -1), bits).view_as(R) for R in cores]
+    factors = [(basis.P @ R, basis.Q.mT.contiguous()) for R in cores]
+    own = cores[0].numel() * bits // 8 + 2 * (bits < 32)
+    return factors, own, basis.P.numel() + basis.Q.numel()
 
 
 def on_diagonal_cores(updates: Sequence[tuple[Tensor, Tensor]], rank: int) -> Factors:
     U, V, sigmas = diagonal(updates, rank)
-    return [(U * sigma, V.mT.contiguous()) for sigma in sigmas], rank, U.numel() + V.numel()
+    return [(U * sigma, V.mT.contiguous()) for sigma in sigmas], 4 * rank, U.numel() + V.numel()
 
 
 def alone(updates: Sequence[tuple[Tensor, Tensor]], rank: int) -> Factors:
     factors = [mean_of([update], rank) for update in updates]
-    return factors, factors[0][0].numel() + factors[0][1].numel(), 0
+    return factors, 4 * (factors[0][0].numel() + factors[0][1].numel()), 0
 
 
-CUTTERS = {"full cores": on_full_cores, "diagonal cores": on_diagonal_cores, "cut alone": alone}
+CUTTERS = {
+    "full cores": on_full_cores,
+    "full cores, 4 bits": partial(on_full_cores, bits=4),
+    "diagonal cores": on_diagonal_cores,
+    "cut alone": alone,
+}
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -349,7 +363,7 @@ def interval_of(differences: Mapping[str, float]) -> tuple[float, float, float]:
 
 
 def arms_table(lines: Sequence[Record]) -> str:
-    """The mean of each arm over its data sets, and what it is above the shared FCCA on those that both have."""
+    """The mean of each arm over the data sets that all have, and what it is above the shared FCCA on those of both."""
     arms = [arm for arm in ARMS if len(by_set(lines, arm, "loss")) > 1]
     if FIRST not in arms:
         return "Not measured yet.\n"
@@ -358,6 +372,7 @@ def arms_table(lines: Sequence[Record]) -> str:
     for arm, rank in arms:
         count = len(by_set(lines, (arm, rank), "loss"))
         rows.append([NAMES[arm] + f", r = {rank}" * (rank > 0), str(count), f"{rates[arm, rank]:g}" if rank else ""])
+    common = set.intersection(*(set(by_set(lines, arm, "loss")) for arm in arms))
     for measure, digits in DIGITS.items():
         differences = [apart(lines, arm, FIRST, measure) for arm in arms]
         tests = [
@@ -366,10 +381,12 @@ def arms_table(lines: Sequence[Record]) -> str:
         ]
         for row, arm, of, p in zip(rows, arms, differences, holm(tests), strict=True):
             middle, low, high = (f"{value:+.{digits}f}" for value in interval_of(of))
-            row.append(f"{np.mean([*by_set(lines, arm, measure).values()]):.{digits}f}")
+            values = by_set(lines, arm, measure)
+            row.append(f"{np.mean([values[name] for name in common]):.{digits}f}")
             row.append("" if p is None else f"{middle} ({low} to {high})" + " *" * (p < STAR))
     heads = ["each data set has", "data sets", "learning rate"]
-    return table([*heads, "loss", "minus shared FCCA", "exact match, %", "minus shared FCCA"], rows)
+    of_all = f"of the {len(common)} of all"
+    return table([*heads, f"loss {of_all}", "minus shared FCCA", f"exact match {of_all}, %", "minus shared FCCA"], rows)
 
 
 def picture(lines: Sequence[Record]) -> str:

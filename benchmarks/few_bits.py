@@ -51,7 +51,7 @@ from loraquant import loraquant
 from tenant_study import RANK, SEED, Adapters, Job, put_factors, zero_core
 
 Arm = tuple[str, int]
-WAYS = {"row": (4, 3, 2, 1), "turned": (4, 2), "second order": (4, 2, 1), "trained": (2, 1)}
+WAYS = {"row": (4, 3, 2, 1), "turned": (4, 2), "second order": (4, 2, 1), "trained": (2,)}
 LORAQUANT = ((2, 0.8), (3, 0.9))
 SWEEPS = 3
 ROWS = 4
@@ -294,7 +294,7 @@ def bytes_at(lines: Sequence[Record], arm: Arm, bits: int) -> int:
 
 SHOWN: Sequence[tuple[str, str, Arm, Sequence[int]]] = [
     ("core, r = 16, one basis for all", figures.ORANGE, CORES, (32, 4, 2)),
-    ("LoRA, r = 1", figures.BLUE, ("lora", 1), (32, 4, 2)),
+    ("LoRA, r = 1", figures.BLUE, ("lora", 1), (32, 4)),
     ("LoRA, r = 16", figures.NAVY, ("lora", LORA), (4,)),
 ]
 
@@ -358,7 +358,7 @@ def cores_tried() -> list[tuple[str, Arm, Arm | None, Arm]]:
     """Each way's title, its arm, the library's rounding to as many bits, and the arm of 32 bits."""
     return [
         (
-            f"{NAMES[way]}, {bits} bits",
+            f"{WAY_NAMES[way]}, {bits} bits",
             (f"fcca, {way}, {bits} bits", RANK),
             (f"fcca, {bits} bits", RANK),
             ("fcca", RANK),

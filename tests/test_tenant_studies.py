@@ -109,7 +109,7 @@ def test_the_tables_of_data_sets_pair_what_both_arms_have_and_name_what_is_shown
     )
     assert "shared Random" not in study.primary_table(lines)
     arms = study.arms_table(lines)
-    assert "| one FCCA basis, r = 16 | 4 | 0.01 | 3.750 |" in arms
+    assert "| one FCCA basis, r = 16 | 4 | 0.01 | 2.000 |" in arms
     assert "| a LoRA, r = 1 | 3 | 0.01 | 2.367 | +0.367 (+0.100 to +0.500) |" in arms
     fewer = [{**line, "arm": "fcca, 4 bits", "loss": line["loss"] + 0.5, "value_bytes": 99} for line in lines[:4]]
     assert "| one FCCA basis, r = 16 | 4 | 99 | 4 | +0.500 (+0.500 to +0.500) |" in import_module(

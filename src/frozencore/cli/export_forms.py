@@ -15,6 +15,7 @@ from frozencore.adapter.export.onnx import export_onnx, export_onnx_adapter
 from frozencore.adapter.export.serving import VLLM_CPU_HEADS, VLLM_MAX_RANKS, head_size, vllm_max_rank
 from frozencore.adapter.folders import read_adapter
 from frozencore.files.adapter_folder import WEIGHTS_FILE
+from frozencore.maths.quantise import DEFAULT_BITS
 from frozencore.tune.load import quiet_loading
 
 
@@ -33,9 +34,9 @@ def export_as(
     """Export an adapter; the options are those of the verb, which has checked that they fit the form."""
     with quiet_loading():
         if output is None:
-            return [core_fragment(folder, bits or 4)]
+            return [core_fragment(folder, bits or DEFAULT_BITS)]
         if to == "qr":
-            return list(qr(folder, output, bits or 4))
+            return list(qr(folder, output, bits or DEFAULT_BITS))
         if to == "onnx-adapter":
             return list(onnx_adapter(folder, output, base, dtype))
         if to == "onnx":
