@@ -162,12 +162,13 @@ def talk(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
 
 def test_a_conversation_is_rendered_whole_and_begun_anew_when_asked(talk: Callable[..., tuple[list[str], str]]) -> None:
-    seen, _ = talk("one\ntwo\n/new\nthree\n/quit\nfour\n", "--system", "Be brief.", answer="yes")
+    seen, out = talk("one\ntwo\n/new\nthree\n/quit\nfour\n", "--system", "Be brief.", answer="yes")
     assert seen == [
         "system Be brief. user one bot",
         "system Be brief. user one assistant yes user two bot",
         "system Be brief. user three bot",
     ]
+    assert "A question follows those before it. /new: a new chat" in out
 
 
 def test_an_answer_as_long_as_the_context_keeps_place_for_the_question(

@@ -14,6 +14,7 @@ from scipy.stats import binomtest
 from fixtures import shown
 from frozencore import export_lora, save_basis
 from frozencore.cli.run_screen import run_summary, sample_lines, size_lines
+from frozencore.cli.runs import print_tenants
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.files.atomic_write import read_lines, write_lines
 from frozencore.text import wilson
@@ -145,3 +146,14 @@ def test_another_methods_size_is_that_of_its_file(tmp_path: Path) -> None:
     get_peft_model(tiny_qwen2(), LoraConfig(target_modules=["q_proj"])).save_pretrained(str(tmp_path))
     (line,) = size_lines(tmp_path)
     assert line == f"Size: {(tmp_path / WEIGHTS_FILE).stat().st_size / 1000:.1f} KB."
+
+
+@pytest.mark.parametrize("style", ["chat", "plain"])
+def test_tenants_of_a_chat_template_are_told_where_an_engine_is_asked(
+    style: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = made_up_record({"task": "svamp"}, resolved={**RESOLVED, "prompt_style": style})
+    assert print_tenants({"anna": record}, Path("many"))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Adapters: many/NAME/adapter" in out
+    assert ("ask an engine at /v1/chat/completions" in out) == (style == "chat")

@@ -87,7 +87,7 @@ def basis_model(
     if (size := head_size(done.directory)) not in (None, *VLLM_CPU_HEADS):
         known = ", ".join(map(str, VLLM_CPU_HEADS))
         yield f"vLLM's CPU build refuses requests to this model: its heads have {size} values, not one of {known}."
-    yield "TENANTS is the folder that tune-many, tune or compress wrote (docs/serving.md)."
+    yield "TENANTS is the folder that tune-many, tune or compress wrote. More flags, as for a CPU: docs/serving.md."
     yield "Ask tenants that were trained on a chat template at /v1/chat/completions, others at /v1/completions."
 
 

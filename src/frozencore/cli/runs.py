@@ -64,6 +64,8 @@ def print_tenants(outcomes: Mapping[str, TenantOutcome], output: Path) -> bool:
         console.print(f"Warning: {warning}", style="yellow")
     console.print(_tenants(records, failures))
     console.print(f"Adapters: {output}/NAME/adapter   Records: {output}/NAME/result.json", soft_wrap=True)
+    if any(record.resolved.prompt_style == "chat" for record in records.values()):
+        console.print("The prompts were put into the model's chat template: ask an engine at /v1/chat/completions.")
     return not failures
 
 

@@ -60,8 +60,8 @@ def converse(
                 f"{one.name} is not trained: its core is zero, so it answers as the base model.", style="yellow"
             )
     is_plain = not all(one.encoder.is_chat for one in speakers)
-    kept = " Without a chat template each line that you type is continued." if is_plain else ""
-    console.print(f"{name}, {', '.join(one.name for one in speakers)}.{kept} {NEW}: a new chat; {QUIT}: the end.")
+    kept = "Without a chat template each line is continued." if is_plain else "A question follows those before it."
+    console.print(f"{name}, {', '.join(one.name for one in speakers)}. {kept} {NEW}: a new chat; {QUIT}: the end.")
     for question in _questions():
         if question == NEW:
             for one in speakers:
