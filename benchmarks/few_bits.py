@@ -294,7 +294,7 @@ def bytes_at(lines: Sequence[Record], arm: Arm, bits: int) -> int:
 
 SHOWN: Sequence[tuple[str, str, Arm, Sequence[int]]] = [
     ("core, r = 16, one basis for all", figures.ORANGE, CORES, (32, 4, 2)),
-    ("LoRA, r = 1", figures.BLUE, ("lora", 1), (32, 4)),
+    ("LoRA, r = 1", figures.BLUE, ("lora", 1), (32, 4, 2)),
     ("LoRA, r = 16", figures.NAVY, ("lora", LORA), (4,)),
 ]
 
