@@ -241,7 +241,7 @@ def reading_rounded(model: nn.Module, cores: Sequence[nn.Parameter], bits: int, 
 # --------------------------------------------------------------------------------------------------------------- tables
 
 CORES: Arm = ("fcca", RANK)
-ADAPTERS: Mapping[str, Arm] = {"LoRA, r = 16": ("lora", LORA), "LoRA, r = 1": ("lora", 1), "core, r = 16": CORES}
+ADAPTERS: Mapping[str, Arm] = {"LoRA, r = 16": ("lora", LORA), "LoRA, r = 1": ("lora", 1), "core, r = 16, shared basis": CORES}
 """The adapters of the README, as it names them."""
 HARMLESS = {"loss": 0.005, "exact": 0.5}
 """What bits may cost at most, by the end of the 95 % interval that is a loss: set on 28 November, before the runs."""
