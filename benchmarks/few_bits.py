@@ -241,7 +241,11 @@ def reading_rounded(model: nn.Module, cores: Sequence[nn.Parameter], bits: int, 
 # --------------------------------------------------------------------------------------------------------------- tables
 
 CORES: Arm = ("fcca", RANK)
-ADAPTERS: Mapping[str, Arm] = {"LoRA, r = 16": ("lora", LORA), "LoRA, r = 1": ("lora", 1), "core, r = 16, shared basis": CORES}
+ADAPTERS: Mapping[str, Arm] = {
+    "LoRA, r = 16": ("lora", LORA),
+    "LoRA, r = 1": ("lora", 1),
+    "core, r = 16, shared basis": CORES,
+}
 """The adapters of the README, as it names them."""
 HARMLESS = {"loss": 0.005, "exact": 0.5}
 """What bits may cost at most, by the end of the 95 % interval that is a loss: set on 28 November, before the runs."""
@@ -317,7 +321,7 @@ def picture(lines: Sequence[Record]) -> str:
         for label, colour, arm, every in SHOWN
     ]
     note = [
-        f"SmolLM2-135M-Instruct, mean of {len(common)} data sets, one seed. Lower and to the left is better.",
+        f"SmolLM2-135M-Instruct, mean of {len(common)} data sets, one seed. Lower and to the left is better; the basis is not counted.",
         "Bars: 95 % intervals of the difference from the core at 32 bits; they resample data sets.",
     ]
     about = (
@@ -327,7 +331,7 @@ def picture(lines: Sequence[Record]) -> str:
     return figures.planes(heading, "bytes of an adapter's values", TITLE, about, note, of_bytes=True)
 
 
-TITLE = "At 4 bits a core takes 16 KB, and its loss is that of 32 bits"
+TITLE = "At 4 bits a core takes 16 KB, and we found no loss"
 WAY_NAMES = {
     "row": "a scale a row of R", "turned": "P and Q turned at random", "second order": "codes by the second order",
     "trained": "the last epoch trained on rounded values",
@@ -349,8 +353,8 @@ def table_of(lines: Sequence[Record], study: Sequence[Record]) -> str:
                 middle, low, high = interval_of(differences) if len(differences) > 1 else (0.0, 0.0, 0.0)
                 cells.append(f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})" if differences else "")
         rows.append(cells)
-    heads = ["way", "bytes of values", "data sets", "loss, minus 32 bits", "minus a scale a layer",
-             "exact match, minus 32 bits", "minus a scale a layer"]  # fmt: skip
+    heads = ["way", "bytes of values", "data sets", "loss, minus 32 bits", "minus the library's bits",
+             "exact match, minus 32 bits", "minus the library's bits"]  # fmt: skip
     return table(heads, rows) if rows else "Not measured yet.\n"
 
 

@@ -273,6 +273,6 @@ def losses_picture(sharing: Sequence[Record]) -> str:
         "SmolLM2-135M-Instruct, mean of 24 tenants and three seeds. Lower and to the left is better.",
         "Bars: 95 % intervals of the difference from the shared core of r = 16; they resample data sets and tenants.",
     ]
-    title = "Sixty times fewer bytes than a LoRA of rank 16; in loss we found no difference"
+    title = "Beside the basis, sixty times fewer bytes than a LoRA of rank 16; in loss we found no difference"
     panels = [("held-out loss, nats a token", kinds)]
     return figures.planes(panels, "bytes of a tenant on disk", title, about, note, of_bytes=True)

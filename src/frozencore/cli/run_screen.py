@@ -301,9 +301,9 @@ def size_lines(adapter: Path) -> Iterator[str]:
     elif not values["P"]:
         yield f"Size: {stored}, a core alone on its basis{few and f', values{few}'}."
     elif config.get("initial_step"):  # its bases cannot be shared
-        yield f"Size: {stored} with its bases, {as_lora} as LoRA."
+        yield f"Size: {stored} with its bases, {as_lora} as a LoRA in float32."
     else:
         yield (
             f"Size of {len(core.values):,} trained values{few}: {stored} with their basis, "
-            f"{bytes_in_words(core.num_bytes)} on a basis that adapters share, {as_lora} as LoRA."
+            f"{bytes_in_words(core.num_bytes)} on a basis that adapters share, {as_lora} as a LoRA in float32."
         )
