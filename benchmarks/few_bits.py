@@ -322,7 +322,7 @@ def picture(lines: Sequence[Record]) -> str:
     ]
     note = [
         f"SmolLM2-135M-Instruct, mean of {len(common)} data sets, one seed. Lower and to the left is better.",
-        "Bars: 95 % intervals of the difference from the core at 32 bits; they resample data sets. The basis is not counted.",
+        "Bars: 95 % intervals of the difference from the core at 32 bits. The basis is not counted.",
     ]
     about = (
         "The mean held-out loss of data sets against the bytes of an adapter's values; the numbers are in the table."
