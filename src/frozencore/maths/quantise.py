@@ -9,7 +9,7 @@ zero.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from jaxtyping import Float, UInt8
 
@@ -20,7 +20,7 @@ Bits = Annotated[
     Literal[32, 8, 4, 2],
     "Bits of a value of a saved core. With fewer than 32 each value is at the nearest level.",
 ]
-DEFAULT_BITS = 4
+DEFAULT_BITS: Final = 4
 """The bits at which commands save a core: the fewest that lost nothing (docs/bits.md)."""
 NUM_CLIPS, NUM_FITS = 16, 4
 """Clips from a quarter of the largest value to all of it, and least-squares steps after the best one."""
