@@ -82,6 +82,8 @@ EQUAL = {"loss": 0.03, "exact": 2.0}
 FIRST = ("fcca", 16)
 DIGITS = {"loss": 3, "exact": 1}
 STAR = 0.05
+ENOUGH = 12
+"""How many data sets an arm needs for a mean beside those of others."""
 NAMES = {
     "base": "the base model", "fcca": "one FCCA basis", "own": "its own basis", "lora": "a LoRA",
     "random": "one Random basis", "rawgrad": "one RawGrad basis", "eva": "one EVA basis",
@@ -363,7 +365,10 @@ def interval_of(differences: Mapping[str, float]) -> tuple[float, float, float]:
 
 
 def arms_table(lines: Sequence[Record]) -> str:
-    """The mean of each arm over the data sets that all have, and what it is above the shared FCCA on those of both."""
+    """The mean of each arm over the data sets of all, and what it is above the shared FCCA on those of both.
+
+    An arm that has few data sets so far has no mean.
+    """
     arms = [arm for arm in ARMS if len(by_set(lines, arm, "loss")) > 1]
     if FIRST not in arms:
         return "Not measured yet.\n"
@@ -372,7 +377,7 @@ def arms_table(lines: Sequence[Record]) -> str:
     for arm, rank in arms:
         count = len(by_set(lines, (arm, rank), "loss"))
         rows.append([NAMES[arm] + f", r = {rank}" * (rank > 0), str(count), f"{rates[arm, rank]:g}" if rank else ""])
-    common = set.intersection(*(set(by_set(lines, arm, "loss")) for arm in arms))
+    common = set.intersection(*(found for arm in arms if len(found := set(by_set(lines, arm, "loss"))) >= ENOUGH))
     for measure, digits in DIGITS.items():
         differences = [apart(lines, arm, FIRST, measure) for arm in arms]
         tests = [
@@ -382,7 +387,8 @@ def arms_table(lines: Sequence[Record]) -> str:
         for row, arm, of, p in zip(rows, arms, differences, holm(tests), strict=True):
             middle, low, high = (f"{value:+.{digits}f}" for value in interval_of(of))
             values = by_set(lines, arm, measure)
-            row.append(f"{np.mean([values[name] for name in common]):.{digits}f}")
+            is_whole = common <= values.keys()
+            row.append(f"{np.mean([values[name] for name in common]):.{digits}f}" if is_whole else "")
             row.append("" if p is None else f"{middle} ({low} to {high})" + " *" * (p < STAR))
     heads = ["each data set has", "data sets", "learning rate"]
     of_all = f"of the {len(common)} of all"

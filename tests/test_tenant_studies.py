@@ -82,7 +82,9 @@ def test_a_data_set_is_scored_by_the_held_out_loss_and_by_the_exact_match_of_gre
     assert found["exact"] == pytest.approx(100 * sum(one.correct for one in predictions) / len(rows))
 
 
-def test_the_tables_of_data_sets_pair_what_both_arms_have_and_name_what_is_shown(studies: Any) -> None:
+def test_the_tables_of_data_sets_pair_what_both_arms_have_and_name_what_is_shown(
+    studies: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     study = import_module("datasets_quality")
     losses = {
         ("fcca", 16): (1.0, 2.0, 3.0, 9.0),
@@ -108,7 +110,9 @@ def test_the_tables_of_data_sets_pair_what_both_arms_have_and_name_what_is_shown
         in (study.primary_table(lines))
     )
     assert "shared Random" not in study.primary_table(lines)
-    arms = study.arms_table(lines)
+    monkeypatch.setattr(study, "ENOUGH", 3)
+    arms = study.arms_table([*lines, *({**line, "rank": 8} for line in lines[:2])])
+    assert "| one FCCA basis, r = 8 | 2 | 0.01 |  | +0.000 (+0.000 to +0.000) |  | +0.0 (+0.0 to +0.0) |" in arms
     assert "| one FCCA basis, r = 16 | 4 | 0.01 | 2.000 |" in arms
     assert "| a LoRA, r = 1 | 3 | 0.01 | 2.367 | +0.367 (+0.100 to +0.500) |" in arms
     fewer = [{**line, "arm": "fcca, 4 bits", "loss": line["loss"] + 0.5, "value_bytes": 99} for line in lines[:4]]
