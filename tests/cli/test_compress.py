@@ -41,10 +41,10 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_is_kept_is_told_and_a_larger_rank_is_asked_for(command: Command, loras: Path, tmp_path: Path) -> None:
     adapters = [loras / name for name in ("anna", "ben", "cleo")]
-    status, out, err = command("compress", *adapters, "--rank", 4, "--out", tmp_path / "few")
+    status, out, err = command("compress", *adapters, "--rank", 4, "--bits", 32, "--out", tmp_path / "few")
     assert status == 0, err
     assert "give a larger --rank" in out
-    status, out, err = command("compress", *adapters, "--rank", 12, "--out", tmp_path / "all")
+    status, out, err = command("compress", *adapters, "--rank", 12, "--bits", 32, "--out", tmp_path / "all")
     assert status == 0, err
     assert out.count("100.0%") == 8
     assert "larger" not in out

@@ -21,7 +21,7 @@ from small_runs import SIZES, cores_in, difference
 
 
 def words(tenants: Path, out: Path, *more: str) -> list[str]:
-    few = "--batch-size 2 --accumulation 2 --epochs 2 --slots 2 --device cpu --select-checkpoint epoch"
+    few = "--batch-size 2 --accumulation 2 --epochs 2 --slots 2 --device cpu --select-checkpoint epoch --bits 32"
     whole = ["tune-many", "--model", str(pocket_model_path()), "--tenants", str(tenants), *few.split()]
     return [*whole, "--output", str(out), *more]
 
