@@ -74,7 +74,7 @@ def test_the_command_writes_the_sum(command, tmp_path: Path) -> None:  # type: i
     status, out, err = command("merge", *folders, "--weights=0.5,0.75,-0.25", "--output", tmp_path / "sum")
     assert status == 0, err
     assert "bytes" in out
-    merge_adapters(folders, tmp_path / "same", weights=WEIGHTS)
+    merge_adapters(folders, tmp_path / "same", weights=WEIGHTS, bits=DEFAULT_BITS)
     assert (tmp_path / "sum" / WEIGHTS_FILE).read_bytes() == (tmp_path / "same" / WEIGHTS_FILE).read_bytes()
 
 
