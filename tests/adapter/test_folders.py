@@ -16,6 +16,7 @@ from frozencore.adapter.basis import Basis
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.report import LayerReport, inspect_adapter
 from frozencore.maths.basis import known_basis
+from frozencore.maths.quantise import DEFAULT_BITS
 from tiny import adapted, cores_of, logits, on_one_basis
 
 WEIGHTS_FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
