@@ -79,5 +79,5 @@ def test_tenants_newcomers_and_sums_have_the_bits_that_are_asked_for(command: Co
 
 def test_bits_are_of_methods_with_cores(command: Command, tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "anna") / "anna.jsonl"
-    status, _, err = command("tune", *SHORT, "--method", "lora", "--bits", 4, "--data", rows, "--out", tmp_path / "run")
+    status, _, err = command("tune", *SHORT, "--method", "lora", "--bits", 8, "--data", rows, "--out", tmp_path / "run")
     assert (status, "The method 'lora' does not read bits. Leave --bits out." in err) == (2, True), err

@@ -217,10 +217,7 @@ class MethodConfig(ConfigPart):
             if name not in known:
                 raise ConfigError(unknown_name("option", name, known))
         object.__setattr__(self, "core", {name: known[name].validate(value) for name, value in self.core.items()})
-        unread = f"The method {self.name!r} does not read {{name}}. Leave {{flag}} out."
-        self.refuse_changed(self.entry.unread, unread)
-        if "bits" in self.given and "bits" in self.entry.unread:  # also at its default: nothing would be rounded
-            raise ConfigError(unread.format(name="bits", flag="--bits"))
+        self.refuse_changed(self.entry.unread, f"The method {self.name!r} does not read {{name}}. Leave {{flag}} out.")
         check_unused_options(self.name, {name: v for name, v in self.core.items() if v != known[name].default})
         if self.basis is not None and self.layers is not None:
             raise ConfigError("A saved basis has its own layers: leave --layers out.")
