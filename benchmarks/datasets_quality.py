@@ -190,8 +190,8 @@ class Datasets(Sharing):
     def compressed_loras(self, names: Sequence[str], rate: float, seed: int) -> None:
         """The LoRAs of rank 16 as full or diagonal cores on one basis of all of them, and each cut alone."""
         rank, every = self.lora_rank, QUICK_CUTS if self.quick else CUTS
-        loras = {name: self.update_of(f"lora-{rank}-{seed}/{name}-{rate:g}") for name in names}
         jobs: list[Job] = [(name, rate) for name in names]
+        loras = {job[0]: self.update_of(self.file_of("lora", rank, seed, job)) for job in jobs}
         for arm, ranks in every.items():
             for other in ranks:
                 self.measure(
@@ -233,12 +233,16 @@ class Datasets(Sharing):
     def kept(self, arm: str, rank: int, seed: int, trained: Adapters) -> Adapters:
         """The adapters, whose values are stored for :meth:`rounded`."""
         for model, (name, rate), about in trained:
-            self.stored(f"{arm}-{rank}-{seed}/{name}-{rate:g}", lambda model=model: values_of(model))
+            self.stored(self.file_of(arm, rank, seed, (name, rate)), lambda model=model: values_of(model))
             yield model, (name, rate), about
+
+    def file_of(self, arm: str, rank: int, seed: int, job: Job) -> str:
+        """The name under which an adapter's values are stored."""
+        return f"{arm}-{rank}-{seed}/{job[0]}-{job[1]:g}"
 
     def rounded(self, arm: str, rank: int, seed: int, bits: int, jobs: Sequence[Job]) -> Adapters:
         """Stored adapters at fewer bits: one scale a layer of a core, one a row of B's transpose and of A."""
-        stored = {job: self.stored(f"{arm}-{rank}-{seed}/{job[0]}-{job[1]:g}", dict) for job in jobs}
+        stored = {job: self.stored(self.file_of(arm, rank, seed, job), dict) for job in jobs}
         with self.adapted(
             *(("lora", rank) if arm == "lora" else ("random", rank, 0, self.basis(arm, rank, seed)))
         ) as model:
@@ -250,7 +254,7 @@ class Datasets(Sharing):
                 else:
                     swap_core(model, Core.of(basis_id(model), {at: R[0].view(rank, rank) for at, R in found.items()}))
                 scales = sum(len(value) for value in values.values())
-                yield model, job, {"value_bytes": sum(v.numel() for v in values.values()) * bits // 8 + 2 * scales}
+                yield model, job, {"value_bytes": bytes_at(bits, sum(v.numel() for v in values.values()), scales)}
 
     def score(self, model: Any, name: str, part: str) -> Record:
         """Loss in nats per token of the completions, and the share of rows whose tokens are all the likeliest, in %."""
@@ -286,7 +290,13 @@ def values_of(model: PeftModel) -> dict[str, Tensor]:
 
 def rounded(rows: Tensor, bits: int) -> Tensor:
     """Each row at so many bits and back."""
-    return torch.stack([levels(codes, scale, bits) for codes, scale in (quantise(row, bits) for row in rows)])
+    codes, scale = quantise(rows, bits)
+    return levels(codes, scale.unsqueeze(-1), bits)
+
+
+def bytes_at(bits: int, values: int, scales: int) -> int:
+    """The bytes of so many values with their scales, two bytes each."""
+    return values * bits // 8 + (2 * scales if bits < 32 else 0)
 
 
 # -------------------------------------------------------------------------------------------------------------- cutting
@@ -301,8 +311,7 @@ def on_full_cores(updates: Sequence[tuple[Tensor, Tensor]], rank: int, bits: int
     if bits < 32:
         cores = [rounded(R.reshape(1, -1), bits).view_as(R) for R in cores]
     factors = [(basis.P @ R, basis.Q.mT.contiguous()) for R in cores]
-    own = cores[0].numel() * bits // 8 + 2 * (bits < 32)
-    return factors, own, basis.P.numel() + basis.Q.numel()
+    return factors, bytes_at(bits, cores[0].numel(), 1), basis.P.numel() + basis.Q.numel()
 
 
 def on_diagonal_cores(updates: Sequence[tuple[Tensor, Tensor]], rank: int) -> Factors:
@@ -344,9 +353,9 @@ def primary_table(lines: Sequence[Record]) -> str:
             differences = apart(lines, one, other, measure)
             if len(differences) < 2:
                 break
-            middle, low, high = interval_of(differences)
+            _, low, high = interval_of(differences)
             equal = "yes" if max(abs(low), abs(high)) <= EQUAL[measure] else "not shown"
-            cells += [str(len(differences)), f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})", equal]
+            cells += [str(len(differences)), in_words(differences, digits), equal]
         else:
             rows.append([title, *cells[:3], *cells[4:]])
     heads = ["difference", "data sets", "loss", "equal within .03", "exact match, points", "equal within 2"]
@@ -364,6 +373,12 @@ def interval_of(differences: Mapping[str, float]) -> tuple[float, float, float]:
     return with_interval(np.array([[value] for value in differences.values()]), list(differences))
 
 
+def in_words(differences: Mapping[str, float], digits: int) -> str:
+    """The mean with its interval, as a table shows it."""
+    middle, low, high = (f"{value:+.{digits}f}" for value in interval_of(differences))
+    return f"{middle} ({low} to {high})"
+
+
 def arms_table(lines: Sequence[Record]) -> str:
     """The mean of each arm over the data sets of all, and what it is above the shared FCCA on those of both.
 
@@ -377,7 +392,8 @@ def arms_table(lines: Sequence[Record]) -> str:
     for arm, rank in arms:
         count = len(by_set(lines, (arm, rank), "loss"))
         rows.append([NAMES[arm] + f", r = {rank}" * (rank > 0), str(count), f"{rates[arm, rank]:g}" if rank else ""])
-    common = set.intersection(*(found for arm in arms if len(found := set(by_set(lines, arm, "loss"))) >= ENOUGH))
+    whole = [found for arm in arms if len(found := set(by_set(lines, arm, "loss"))) >= ENOUGH]
+    common = set.intersection(*whole) if whole else set()
     for measure, digits in DIGITS.items():
         differences = [apart(lines, arm, FIRST, measure) for arm in arms]
         tests = [
@@ -385,11 +401,10 @@ def arms_table(lines: Sequence[Record]) -> str:
             for arm, of in zip(arms, differences, strict=True)
         ]
         for row, arm, of, p in zip(rows, arms, differences, holm(tests), strict=True):
-            middle, low, high = (f"{value:+.{digits}f}" for value in interval_of(of))
             values = by_set(lines, arm, measure)
-            is_whole = common <= values.keys()
-            row.append(f"{np.mean([values[name] for name in common]):.{digits}f}" if is_whole else "")
-            row.append("" if p is None else f"{middle} ({low} to {high})" + " *" * (p < STAR))
+            has_mean = common and common <= values.keys()
+            row.append(f"{np.mean([values[name] for name in common]):.{digits}f}" if has_mean else "")
+            row.append("" if p is None else in_words(of, digits) + " *" * (p < STAR))
     heads = ["each data set has", "data sets", "learning rate"]
     of_all = f"of the {len(common)} of all"
     return table([*heads, f"loss {of_all}", "minus shared FCCA", f"exact match {of_all}, %", "minus shared FCCA"], rows)

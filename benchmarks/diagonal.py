@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tenant_study import product_svd
+
 SWEEPS = 30
 RIDGE = 1e-6  # of the mean of a normal matrix's diagonal: columns may be alike
 
@@ -24,11 +26,7 @@ def diagonal(
     The start is the k largest singular pairs among those of the updates, each divided by its norm.
     """
     scaled = [(B / max(float(torch.linalg.matrix_norm(B @ A)), 1e-30), A) for B, A in updates]
-    pairs = []
-    for B, A in scaled:
-        (left, L), (right, R) = torch.linalg.qr(B), torch.linalg.qr(A.mT)
-        X, S, Y = torch.linalg.svd(L @ R.mT)
-        pairs.append((left @ X, S, right @ Y.mT))
+    pairs = [product_svd(B, A) for B, A in scaled]
     best = torch.cat([S for _, S, _ in pairs]).topk(rank).indices
     U, V = (torch.cat([pair[side] for pair in pairs], dim=1)[:, best] for side in (0, 2))
     sigmas = values_for(scaled, U, V)

@@ -35,6 +35,8 @@ from datasets_quality import (
     Datasets,
     apart,
     by_set,
+    bytes_at,
+    in_words,
     interval_of,
     rounded,
     study_of,
@@ -78,22 +80,21 @@ class Tried(Datasets):
 
     def trained(self, arm: str, rank: int, jobs: Sequence[Job]) -> None:
         """Train the adapters that the work folder lacks."""
-        missing = [job for job in jobs if not (self.work / f"{self.file_of(arm, rank, job)}.safetensors").exists()]
+        missing = [
+            job for job in jobs if not (self.work / f"{self.file_of(arm, rank, SEED, job)}.safetensors").exists()
+        ]
         for _ in self.adapters(arm, rank, SEED)(missing) if missing else ():
             pass
-
-    def file_of(self, arm: str, rank: int, job: Job) -> str:
-        return f"{arm}-{rank}-{SEED}/{job[0]}-{job[1]:g}"
 
     def put_rounded(self, way: str, bits: int, jobs: Sequence[Job]) -> Adapters:
         """Stored cores, rounded in a way of :data:`WAYS`."""
         with self.adapted("random", self.rank, 0, self.basis("fcca", self.rank)) as model:
             for job in jobs:
-                stored = self.stored(self.file_of("fcca", self.rank, job), dict)
+                stored = self.stored(self.file_of("fcca", self.rank, SEED, job), dict)
                 cores = torch.cat(list(stored.values())).view(-1, self.rank, self.rank)
                 scales = len(cores) * (self.rank if way == "row" else 1)
                 if way == "row":
-                    found = torch.stack([rounded(R, bits) for R in cores])
+                    found = rounded(cores, bits)
                 elif way == "turned":
                     found = turned(cores, bits)
                 else:
@@ -101,7 +102,7 @@ class Tried(Datasets):
                     A, D = (torch.stack([fisher[f"{layer}.{side}"] for layer in stored]) for side in "AD")
                     found = by_second_order(cores, bits, A, D)
                 swap_core(model, Core.of(basis_id(model), dict(zip(stored, found, strict=True))))
-                yield model, job, {"value_bytes": cores.numel() * bits // 8 + 2 * scales}
+                yield model, job, {"value_bytes": bytes_at(bits, cores.numel(), scales)}
 
     def trained_rounded(self, bits: int, jobs: Sequence[Job]) -> Adapters:
         """Cores whose last steps read rounded values."""
@@ -116,12 +117,12 @@ class Tried(Datasets):
                     about = self.train_alone(model, name, rate)
                 round_all(cores, bits)
                 values = sum(R.numel() for R in cores)
-                yield model, (name, rate), {**about, "value_bytes": values * bits // 8 + 2 * len(cores)}
+                yield model, (name, rate), {**about, "value_bytes": bytes_at(bits, values, len(cores))}
 
     def loraquants(self, bits: int, ratio: float, jobs: Sequence[Job]) -> Adapters:
         with self.adapted("lora", self.lora_rank) as model:
             for job in jobs:
-                update = self.update_of(self.file_of("lora", self.lora_rank, job))
+                update = self.update_of(self.file_of("lora", self.lora_rank, SEED, job))
                 found, size = loraquant(update, bits, ratio)
                 put_factors(model, found)
                 yield model, job, {"value_bytes": size // 8}
@@ -172,8 +173,7 @@ def turned(cores: Tensor, bits: int) -> Tensor:
 
 def all_rounded(cores: Tensor, bits: int) -> Tensor:
     """Cores (layers x r x r) at the nearest levels, with a scale a layer."""
-    codes, scale = quantise(cores.flatten(1), bits)
-    return levels(codes, scale.unsqueeze(-1), bits).view_as(cores)
+    return rounded(cores.flatten(1), bits).view_as(cores)
 
 
 def by_second_order(cores: Tensor, bits: int, A: Tensor, D: Tensor) -> Tensor:
@@ -260,12 +260,13 @@ def bits_table(lines: Sequence[Record]) -> str:
             differences = {measure: apart(lines, name, (arm, rank), measure) for measure in DIGITS}
             if len(differences["loss"]) < 2:
                 continue
-            size = next(line["value_bytes"] for line in lines if (line["arm"], line["rank"]) == name)
-            cells = [f"{NAMES[arm]}, r = {rank}", str(bits), f"{size:,}", str(len(differences["loss"]))]
-            for measure, digits in DIGITS.items():
-                middle, low, high = interval_of(differences[measure])
-                cells.append(f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})")
-            rows.append(cells)
+            about = [
+                f"{NAMES[arm]}, r = {rank}",
+                str(bits),
+                f"{bytes_of(lines, name):,}",
+                str(len(differences["loss"])),
+            ]
+            rows.append(about + [in_words(differences[measure], digits) for measure, digits in DIGITS.items()])
     heads = ["adapter", "bits", "bytes of values", "data sets", "loss, minus 32 bits", "exact match, minus 32 bits"]
     return table(heads, rows) if rows else "Not measured yet.\n"
 
@@ -289,11 +290,10 @@ def fewest_bits(lines: Sequence[Record], arm: Arm) -> int:
     return found
 
 
-def bytes_at(lines: Sequence[Record], arm: Arm, bits: int) -> int:
-    """Bytes of an adapter's values."""
-    name = at_bits(arm, bits)
-    line = next(line for line in lines if (line["arm"], line["rank"], line["phase"]) == (*name, "final"))
-    return line["memory_bytes"] if bits == 32 else line["value_bytes"]
+def bytes_of(lines: Sequence[Record], arm: Arm) -> int:
+    """Bytes of the values of an arm's adapter."""
+    line = next(line for line in lines if (line["arm"], line["rank"], line["phase"]) == (*arm, "final"))
+    return line.get("value_bytes") or line["memory_bytes"]
 
 
 SHOWN: Sequence[tuple[str, str, Arm, Sequence[int]]] = [
@@ -309,17 +309,13 @@ def picture(lines: Sequence[Record]) -> str:
     losses = {arm: by_set(lines, arm, "loss") for arm in arms}
     common = sorted(set.intersection(*(set(of) for of in losses.values())))
 
-    def point(arm: Arm) -> figures.Point:
-        mean = sum(losses[arm][name] for name in common) / len(common)
-        middle, low, high = interval_of({name: losses[arm][name] - losses[CORES][name] for name in common})
-        return figures.Point(mean, mean + low - middle, mean + high - middle)
+    def mark(arm: Arm, bits: int) -> tuple[float, str, figures.Point]:
+        name = at_bits(arm, bits)
+        mean = sum(losses[name][one] for one in common) / len(common)
+        middle, low, high = interval_of({one: losses[name][one] - losses[CORES][one] for one in common})
+        return bytes_of(lines, name), f"{bits} bits", figures.Point(mean, mean + low - middle, mean + high - middle)
 
-    kinds = [
-        figures.Kind(
-            label, colour, [(bytes_at(lines, arm, bits), f"{bits} bits", point(at_bits(arm, bits))) for bits in every]
-        )
-        for label, colour, arm, every in SHOWN
-    ]
+    kinds = [figures.Kind(label, colour, [mark(arm, bits) for bits in every]) for label, colour, arm, every in SHOWN]
     note = [
         f"SmolLM2-135M-Instruct, mean of {len(common)} data sets, one seed. Lower and to the left is better.",
         "Bars: 95 % intervals of the difference from the core at 32 bits. The basis is not counted.",
@@ -342,16 +338,13 @@ def table_of(lines: Sequence[Record], study: Sequence[Record]) -> str:
     """Each way beside 32 bits, and beside the library's own rounding to as many bits."""
     rows = []
     for title, name, own, whole in (*cores_tried(), *loras_tried()):
-        size = next((line["value_bytes"] for line in lines if (line["arm"], line["rank"]) == name), None)
-        if size is None:
-            continue
         found = [*lines, *study]
-        cells = [title, f"{size:,}", str(len(apart(found, name, whole, "loss")))]
+        count = len(apart(found, name, whole, "loss"))
+        if count < 2:
+            continue
+        cells = [title, f"{bytes_of(lines, name):,}", str(count)]
         for measure, digits in DIGITS.items():
-            for other in (whole, own):
-                differences = apart(found, name, other, measure) if other else {}
-                middle, low, high = interval_of(differences) if len(differences) > 1 else (0.0, 0.0, 0.0)
-                cells.append(f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})" if differences else "")
+            cells += [in_words(apart(found, name, other, measure), digits) if other else "" for other in (whole, own)]
         rows.append(cells)
     heads = ["way", "bytes of values", "data sets", "loss, minus 32 bits", "minus the library's bits",
              "exact match, minus 32 bits", "minus the library's bits"]  # fmt: skip
@@ -364,8 +357,8 @@ def cores_tried() -> list[tuple[str, Arm, Arm | None, Arm]]:
         (
             f"{WAY_NAMES[way]}, {bits} bits",
             (f"fcca, {way}, {bits} bits", RANK),
-            (f"fcca, {bits} bits", RANK),
-            ("fcca", RANK),
+            at_bits(CORES, bits),
+            CORES,
         )
         for way, every in WAYS.items()
         for bits in every

@@ -12,7 +12,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from tenant_study import Updates
+from tenant_study import Updates, product_svd
 
 GROUP, STEPS, RATE = 64, 300, 1e-2
 
@@ -43,11 +43,10 @@ def loraquant(updates: Updates, bits: int, ratio: float) -> tuple[Updates, int]:
 
 def split(B: Tensor, A: Tensor, ratio: float) -> tuple[Tensor, Tensor, int]:
     """The singular pairs of B A as rows of two matrices, the root of each value in both, and how many come first."""
-    (left, L), (right, R) = torch.linalg.qr(B.double()), torch.linalg.qr(A.double().mT)
-    U, S, V = torch.linalg.svd(L @ R.mT)
+    U, S, V = product_svd(B.double(), A.double())
     share = S.square().cumsum(0) / S.square().sum().clamp_min(1e-300)
     first = min(max(int((share < ratio).sum()), 1), len(S))
-    return (S.sqrt() * (left @ U)).mT, (S.sqrt() * (right @ V.mT)).mT, first
+    return (S.sqrt() * U).mT, (S.sqrt() * V).mT, first
 
 
 def uniform(rows: Tensor, bits: int, group: int) -> Tensor:

@@ -107,7 +107,7 @@ def at_a_glance(study: Runs, in_vllm: Mapping[str, Any]) -> str:
     (losses, of_loss), (rights, of_exact) = means("loss", 2), means("exact", 1)
     rows = [
         ["bytes of a tenant's values (bits of each)",
-         *(f"{few_bits.bytes_at(study, *own):,} ({own[1]})" for own in bits.items())],
+         *(f"{few_bits.bytes_of(study, arm):,} ({own})" for arm, own in zip(arms, bits.values(), strict=True))],
         ["tenants in a gigabyte of vLLM", *(f"{1e9 // size:,.0f}" for size in slots)],
         ["64 tenants in vLLM, share of the base model's speed",
          *(f"{served.of_base(in_vllm, engine, 64)[0]:.0%}" for engine in engines)],

@@ -412,6 +412,13 @@ def bytes_of(model: PeftModel, *, shared: bool) -> Record:
     }
 
 
+def product_svd(B: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """U, S and V of ``B A``, from the factors alone."""
+    (left, L), (right, R) = torch.linalg.qr(B), torch.linalg.qr(A.mT)
+    U, S, Vh = torch.linalg.svd(L @ R.mT)
+    return left @ U, S, right @ Vh.mT
+
+
 def factors_of(model: PeftModel) -> dict[str, Tensor]:
     """B and A of each layer's update, scale included, under ``<layer>.B`` and ``<layer>.A``."""
     found: dict[str, Tensor] = {}

@@ -76,6 +76,7 @@ from tenant_study import (
     Updates,
     bytes_of,
     key,
+    product_svd,
     zero_core,
 )
 
@@ -251,13 +252,10 @@ class Starts(Study):
 
 def mean_of(products: Sequence[tuple[Tensor, Tensor]], rank: int) -> tuple[Tensor, Tensor]:
     """The best factors B and A of a rank for the mean of B A, from the factors alone."""
-    (left, L), (right, R) = (
-        torch.linalg.qr(torch.cat(stacked, dim=1))
-        for stacked in ([B for B, _ in products], [A.mT for _, A in products])
-    )
-    U, S, V = torch.linalg.svd(L @ R.mT / len(products))
+    B, A = torch.cat([B for B, _ in products], dim=1), torch.cat([A for _, A in products])
+    U, S, V = product_svd(B, A / len(products))
     root = S[:rank].sqrt()
-    return left @ U[:, :rank] * root, (right @ V.mT[:, :rank] * root).mT
+    return U[:, :rank] * root, (V[:, :rank] * root).mT
 
 
 class Compressing(Study):

@@ -85,7 +85,7 @@ def test_a_data_set_is_scored_by_the_held_out_loss_and_by_the_exact_match_of_gre
 def test_the_tables_of_data_sets_pair_what_both_arms_have_and_name_what_is_shown(
     studies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study = import_module("datasets_quality")
+    study, few_bits = import_module("datasets_quality"), import_module("few_bits")
     losses = {
         ("fcca", 16): (1.0, 2.0, 3.0, 9.0),
         ("own", 16): (0.9, 1.9, 2.9),
@@ -116,16 +116,13 @@ def test_the_tables_of_data_sets_pair_what_both_arms_have_and_name_what_is_shown
     assert "| one FCCA basis, r = 16 | 4 | 0.01 | 2.000 |" in arms
     assert "| a LoRA, r = 1 | 3 | 0.01 | 2.367 | +0.367 (+0.100 to +0.500) |" in arms
     fewer = [{**line, "arm": "fcca, 4 bits", "loss": line["loss"] + 0.5, "value_bytes": 99} for line in lines[:4]]
-    assert "| one FCCA basis, r = 16 | 4 | 99 | 4 | +0.500 (+0.500 to +0.500) |" in import_module(
-        "few_bits"
-    ).bits_table(lines + fewer)
+    assert "| one FCCA basis, r = 16 | 4 | 99 | 4 | +0.500 (+0.500 to +0.500) |" in few_bits.bits_table(lines + fewer)
     assert (
         study.picture(lines + [{**line, "arm": "random", "rank": 16} for line in lines[:2]]).count("<circle")
         == 3 + 3 + 2
     )
-    assert [one([]) for one in (study.primary_table, study.arms_table, import_module("few_bits").bits_table)] == [
-        "Not measured yet.\n"
-    ] * 3
+    tables = (study.primary_table, study.arms_table, few_bits.bits_table)
+    assert [one([]) for one in tables] == ["Not measured yet.\n"] * 3
 
 
 def test_diagonal_cores_are_found_where_they_are_and_keep_more_at_a_larger_rank(studies: Any) -> None:

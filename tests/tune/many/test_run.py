@@ -181,13 +181,9 @@ def test_a_newcomer_is_trained_beside_results_that_stand_on_a_named_basis(
         listed = tmp_path / "tenants.yaml"
         listed.write_text("".join(f"{name}: {tenants}/{name}.jsonl\n" for name in names))
         few = {
-            "model": str(pocket_model_path()),
-            "batch_size": 2,
-            "accumulation": 2,
-            "epochs": 2,
-            "device": "cpu",
+            "model": str(pocket_model_path()), "batch_size": 2, "accumulation": 2, "epochs": 2, "device": "cpu",
             "bits": 32,
-        }
+        }  # fmt: skip
         config = make_config(data=listed, basis=basis, select_checkpoint="epoch", **few)
         return execute_many(config, out, lambda stage, *_: stages.add(stage), num_slots=2, resume=True)
 

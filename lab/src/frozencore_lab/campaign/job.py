@@ -216,8 +216,11 @@ class Job:
 
         A new option of a later version does not change it; a task stands under its own name.
         """
-        values = {name: value for name, value in self.config.content(changed=True).items() if name not in PLACES}
-        values = {name: value for name, value in values.items() if (name, value) != ("bits", WHOLE)}
+        values = {
+            name: value
+            for name, value in self.config.content(changed=True).items()
+            if name not in PLACES and (name, value) != ("bits", WHOLE)
+        }
         method = self.config.method.name
         core = {name: value for name, value in values.pop("core", {}).items() if method in constructors_reading(name)}
         values |= {"core": core} if core else {}
