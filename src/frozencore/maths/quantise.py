@@ -21,7 +21,7 @@ Bits = Annotated[
     "Bits of a value of a saved core. With fewer than 32 each value is at the nearest level.",
 ]
 DEFAULT_BITS: Final = 4
-"""The bits at which commands save a core: the fewest that lost nothing (docs/bits.md)."""
+"""The bits at which commands save a core: the fewest at which rank 16 lost nothing (docs/bits.md)."""
 NUM_CLIPS, NUM_FITS = 16, 4
 """Clips from a quarter of the largest value to all of it, and least-squares steps after the best one."""
 
