@@ -6,6 +6,10 @@ Each data set trains a core on 128 of its rows (two epochs of eight rows a step,
 rate, at its multiples and at each given one, on one basis from the same rows, and a LoRA of rank 16 with alpha 32 at
 each LoRA rate. A line of the results is the held-out loss of one arm, in nats per token of the completion, on 96 rows.
 float32, one thread.
+
+Set on 29 November 2026, before half of the proposed rate was tried at 0.5B: ``FISHER_STEP`` is halved if half of the
+rate loses less to the best rate tried, in the mean of both models' means over the data sets that have both, and not
+more on the worst set. Otherwise it stays.
 """
 
 from __future__ import annotations
