@@ -1,11 +1,4 @@
-"""The value of a basis: the local Fisher objective (paper, eq. 1, theorem 1), and numbers that compare two bases.
-
-    minimise over rank(ΔW) ≤ r   ⟨G, ΔW⟩ + 1/(2η) ‖D^1/2 ΔW A^1/2‖²_F
-    T = D^-1/2 G A^-1/2,   C = (PᵀDP)^-1/2 PᵀGQ (QᵀAQ)^-1/2,   J = ‖C‖²_F ≤ ‖T‖²_F
-
-Letters: G (m x n) cross moment, A (n) and D (m) damped second moments, as vectors (diagonal) or matrices (dense),
-P (m x r) and Q (n x r) a basis, C r x r, η the step, s the adapter scale. What a run records of its own bases is in
-:mod:`frozencore.maths.capture`.
+"""Numbers that compare two bases: coherence, shares of the gradient and of J (:mod:`frozencore.maths.capture`), angles.
 
     python -m frozencore_lab.basis_analysis ADAPTER [--moments FILE] [--against OTHER]
 
@@ -27,51 +20,12 @@ from torch import Tensor
 from frozencore.adapter.basis import Basis
 from frozencore.adapter.folders import read_basis
 from frozencore.maths.basis import LayerBasis
-from frozencore.maths.capture import core_gradient, measure_capture, times, whitened_core
+from frozencore.maths.capture import measure_capture
 from frozencore.maths.linalg import principal_cosines, truncated_svd
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Whitening
 from frozencore.options import without_lists
 from frozencore_lab.campaign.moments_file import load_moments
-
-
-def local_objective(G: Float[Tensor, "m n"], A: Tensor, D: Tensor, delta_W: Float[Tensor, "m n"], step: float) -> float:
-    """The value of the local objective at an update ``delta_W``; negative is an improvement.
-
-    >>> G, A, D = torch.eye(2), torch.ones(2), torch.ones(2)
-    >>> local_objective(G, A, D, -G, step=1.0)
-    -1.0
-    """
-    linear = (G.double() * delta_W.double()).sum()
-    metric = (delta_W.double() * times(D, times(A, delta_W.mT).mT)).sum()
-    return float(linear + metric / (2 * step))
-
-
-def projected_gradient_norm(G: Float[Tensor, "m n"], basis: LayerBasis) -> float:
-    """``‖PᵀGQ‖_F``: the gradient that reaches a zero core (paper, section 3.1)."""
-    return float(core_gradient(G, basis).norm())
-
-
-def captured_correlation(G: Float[Tensor, "m n"], A: Tensor, D: Tensor, basis: LayerBasis) -> float:
-    """``J = ‖(PᵀDP)^-1/2 PᵀGQ (QᵀAQ)^-1/2‖²_F``: the squared whitened gradient inside the span.
-
-    It depends on the spans only, and no basis of rank r exceeds ``Σ_{i≤r} σ_i(T)²``, which FCCA reaches.
-    """
-    return float(whitened_core(core_gradient(G, basis), A, D, basis).square().sum())
-
-
-def closed_form_core(
-    G: Float[Tensor, "m n"], A: Tensor, D: Tensor, basis: LayerBasis, *, step: float = 1.0, scale: float = 1.0
-) -> Float[Tensor, "r r"]:
-    """The core that minimises the local objective: ``R* = -(η/s) (PᵀDP)^-1 PᵀGQ (QᵀAQ)^-1``.
-
-    >>> basis = LayerBasis(torch.eye(2)[:, :1], torch.eye(2)[:, :1], torch.ones(1), 1)
-    >>> closed_form_core(torch.eye(2), torch.full((2,), 2.0), torch.ones(2), basis).item()
-    -0.5
-    """
-    P, Q = basis.P.double(), basis.Q.double()
-    half = torch.linalg.solve(P.mT @ times(D, P), core_gradient(G, basis))
-    return -(step / scale) * torch.linalg.solve(Q.mT @ times(A, Q), half.mT).mT
 
 
 def coherence(X: Float[Tensor, "m r"]) -> float:

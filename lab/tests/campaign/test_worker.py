@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import get_peft_model
@@ -18,12 +19,12 @@ from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, RunRecord
 from frozencore.tune.run import execute
-from frozencore_lab.basis_analysis import captured_correlation
 from frozencore_lab.campaign.job import Job, Place, make_job
 from frozencore_lab.campaign.moments_file import load_moments
 from frozencore_lab.campaign.shared_moments import needs_of
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Worker
+from references import captured, numpy_of
 from small_runs import inputs_of
 
 OPTIONS: dict[str, Any] = {
@@ -132,8 +133,9 @@ def test_a_run_that_reads_no_data_is_measured_on_the_moments_that_others_share(s
     moments = collect_moments(prepared.model, batches, {name: layer.get_base_layer() for name, layer in layers.items()})
     J = {}
     for name, layer in layers.items():
-        A, D = damped(moments[name].a, 1e-3), damped(moments[name].d, 1e-3)
-        J[name] = captured_correlation(moments[name].G, A, D, layer.basis("default"))
+        A, D = (np.diag(numpy_of(damped(moment, 1e-3))) for moment in (moments[name].a, moments[name].d))
+        basis = layer.basis("default")
+        J[name] = captured(numpy_of(moments[name].G), A, D, numpy_of(basis.P), numpy_of(basis.Q))
     alignment = record_of(store, free).alignment
     assert dict(zip(alignment.layers.name, alignment.layers.J, strict=True)) == pytest.approx(J, rel=1e-4)
     assert pytest.approx(sum(J.values()), rel=1e-4) == alignment.J

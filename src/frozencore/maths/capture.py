@@ -4,8 +4,8 @@
 
 J depends on the spans only, and no basis of rank r exceeds ``Σ_{i≤r} σ_i(T)²``, which FCCA reaches.
 
-Letters: G (m x n) cross moment, A (n) and D (m) damped second moments, as vectors (diagonal) or matrices (dense),
-P (m x r) and Q (n x r) a basis, C r x r.
+Letters: G (m x n) cross moment, A (n) and D (m) diagonals of the damped second moments, P (m x r) and Q (n x r) a
+basis, C r x r.
 """
 
 from __future__ import annotations
@@ -28,20 +28,14 @@ def core_gradient(G: Float[torch.Tensor, "m n"], basis: LayerBasis) -> Float[tor
 
 
 def whitened_core(
-    core: Float[torch.Tensor, "r r"], A: torch.Tensor, D: torch.Tensor, basis: LayerBasis
+    core: Float[torch.Tensor, "r r"], A: Float[torch.Tensor, " n"], D: Float[torch.Tensor, " m"], basis: LayerBasis
 ) -> Float[torch.Tensor, "r r"]:
     """``(PᵀDP)^-1/2 C (QᵀAQ)^-1/2`` of a core's gradient C, up to a rotation on each side (Cholesky roots)."""
     P, Q = basis.P.double(), basis.Q.double()
-    left = torch.linalg.cholesky(P.mT @ times(D, P))
-    right = torch.linalg.cholesky(Q.mT @ times(A, Q))
+    left = torch.linalg.cholesky(P.mT @ (D.double()[:, None] * P))
+    right = torch.linalg.cholesky(Q.mT @ (A.double()[:, None] * Q))
     half = torch.linalg.solve_triangular(left, core, upper=False)
     return torch.linalg.solve_triangular(right, half.mT, upper=False).mT
-
-
-def times(second_moment: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
-    """A second moment, a vector (diagonal) or a matrix (dense), times X, in float64."""
-    moment, X = second_moment.double(), X.double()
-    return moment[:, None] * X if moment.ndim == 1 else moment @ X
 
 
 METRIC = Whitening()
