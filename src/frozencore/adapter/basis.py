@@ -27,18 +27,16 @@ from frozencore.errors import ArtifactError, CalibrationError
 from frozencore.files.adapter_folder import (
     FACTORS_FILE,
     HEADER_FILE,
+    damaged,
     folder_of,
-    forbidden_in,
     is_folder,
     require_header,
 )
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.files.hub import is_hub_id
-from frozencore.files.lfs_pointer import lfs_pointer_in
 from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.options import fingerprint_options
-from frozencore.text import one_line
 
 ID_DIGITS = 32
 
@@ -229,11 +227,4 @@ def _reading(place: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, LookupError, ValueError, TypeError) as error:
-        if (forbidden := forbidden_in(Path(place))) is not None:
-            reason = forbidden
-        elif pointer := lfs_pointer_in(Path(place)):
-            reason = ArtifactError(f"The basis in {place} is not whole: {pointer}")
-        else:
-            why = one_line(error, 200)
-            reason = ArtifactError(f"The basis in {place} is damaged ({why}). Save or download it again.")
-        raise reason from error
+        raise damaged(place, error, "basis") from error

@@ -7,7 +7,6 @@ keeps its text and gets ours as a marked section.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 
-from frozencore.adapter.core import is_core_key
+from frozencore.adapter.core import Core, is_core_key
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.text import bytes_in_words, one_line
 
@@ -124,18 +123,17 @@ def _with_section(text: str, section: str) -> str:
 
 
 def _sizes(weights: Path) -> dict[str, str]:
-    """The number of values of all cores in a file with their bits, from its header, and the size of the file."""
+    """The number of values of a file's core with their bits, and the size of the file."""
     if not weights.is_file():
         return {}
-    with safe_open(weights, framework="np") as stored:
-        keys = [key for key in stored.keys() if is_core_key(key)]  # noqa: SIM118 - not a mapping
-        ranks = [stored.get_tensor(key) for key in keys if key.endswith(".ranks")]  # of a core of few bits
-        sizes = [math.prod(stored.get_slice(key).get_shape()) for key in keys]
-    bits = next(
-        (f", of {key.rpartition('.')[2].removesuffix('-bit')} bits" for key in keys if key.endswith("-bit")), ""
-    )
-    trained = f"{sum(int(r) ** 2 for r in ranks[0]) if ranks else sum(sizes):,}{bits}"
-    return {**({"Trained values": trained} if keys else {}), "Saved in": bytes_in_words(weights.stat().st_size)}
+    with safe_open(weights, framework="pt") as stored:
+        tensors = {key: stored.get_tensor(key) for key in stored.keys() if is_core_key(key)}  # noqa: SIM118
+    size = {"Saved in": bytes_in_words(weights.stat().st_size)}
+    if not tensors:
+        return size
+    core = Core.read(str(weights), tensors)
+    bits = "" if core.bits == 32 else f", of {core.bits} bits"
+    return {"Trained values": f"{len(core.values):,}{bits}", **size}
 
 
 def _listed(targets: Any) -> list[str]:

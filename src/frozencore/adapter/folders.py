@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -54,7 +55,7 @@ class SavedAdapter:
         """The basis: of the file, beside it, or where the configuration names it."""
         return self.basis or self.config.find_basis(str(self.folder))
 
-    @property
+    @cached_property
     def ranks(self) -> dict[str, int]:
         """r by layer name, in the order of a core's values; P and Q are not read."""
         return self.basis.ranks if self.basis is not None else self.config.find_ranks(str(self.folder))

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from frozencore.adapter import named_layers
 from frozencore.adapter.bases import attach_basis, basis_id_of, require_same_base
 from frozencore.adapter.config import FILLED_IN, FrozenCoreConfig, FrozenCoreType
-from frozencore.adapter.core import sum_cores
+from frozencore.adapter.core import BASE, sum_cores
 from frozencore.adapter.layer import (
     PREFIX,
     FrozenCoreLinear,
@@ -337,7 +337,7 @@ class FrozenCoreModel(BaseTuner):
                 for name, layer in frozen_core_layers(self.model, adapter_name).items()
             }
         )
-        names = (f"base_model.model.{name}" for name, _ in self.model.named_buffers())
+        names = (f"{BASE}{name}" for name, _ in self.model.named_buffers())
         return [name for name in names if f".{PREFIX}" in name]
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:

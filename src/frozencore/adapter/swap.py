@@ -84,10 +84,10 @@ def get_core(model: nn.Module, adapter_name: str | None = None) -> Core:
 
 
 def round_core(model: nn.Module, bits: int) -> Core | None:
-    """Put each value of the active core at its nearest level of 8, 4 or 2 bits; None for 32 bits, which change nothing.
+    """Put each value of the active core at its nearest level of 8, 4 or 2 bits.
 
     Returns:
-        The core that the model now has, as a file of so many bits stores it.
+        The core that the model now has, as a file of so many bits stores it; None for 32 bits, which change nothing.
     """
     if bits == 32:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +19,7 @@ from torch import nn
 
 from frozencore.adapter.core import Core
 from frozencore.adapter.folders import read_tensors
-from frozencore.adapter.layer import PREFIX
+from frozencore.adapter.state_dict import layers_in
 from frozencore.cli.display import table_of
 from frozencore.files.adapter_folder import PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.files.atomic_write import read_lines
@@ -40,7 +39,6 @@ from frozencore.tune.training.recipe import FEWEST_STEPS, require_reporters
 
 SHOWN = 3  # training rows of a dry run
 STILL_FALLING = 0.1  # drop of the loss, as a share, from one quarter of the steps to the next
-VALUE_BYTES = 4  # a core and an exported LoRA are float32
 MARKS = "⟦", "⟧"  # around the tokens that carry the loss
 MOST_PLACES = 8  # names of layers, or of adapters, on one line
 END_OF_PROMPT, MOST_OF_ANSWER = 200, 2_000  # characters; samples.jsonl holds all of them
@@ -289,16 +287,13 @@ def size_lines(adapter: Path) -> Iterator[str]:
     """Show the size of an adapter's weights; with its basis also the sizes as cores and as LoRA."""
     tensors = read_tensors(adapter)
     config, stored = read_config(adapter), bytes_in_words((adapter / WEIGHTS_FILE).stat().st_size)
-    values: Counter[str] = Counter()
-    for key, X in tensors.items():
-        if f".{PREFIX}" in key:
-            values[key.rpartition(PREFIX)[2]] += X.numel()
+    factors = layers_in(tensors, lambda _: 1.0).values()
     core = Core.read(str(adapter), tensors) if config.get("peft_type") == PEFT_TYPE else None
-    as_lora = bytes_in_words(VALUE_BYTES * (values["P"] + values["Q"]))
+    as_lora = bytes_in_words(torch.float32.itemsize * sum(one.P.numel() + one.Q.numel() for one in factors))
     few = "" if core is None or core.bits == 32 else f" of {core.bits} bits"
     if core is None:
         yield f"Size: {stored}."
-    elif not values["P"]:
+    elif not factors:
         yield f"Size: {stored}, a core alone on its basis{few and f', values{few}'}."
     elif config.get("initial_step"):  # its bases cannot be shared
         yield f"Size: {stored} with its bases, {as_lora} as a LoRA in float32."

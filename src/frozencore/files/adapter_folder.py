@@ -58,14 +58,14 @@ def missing(directory: Path, name: str) -> str:
     )
 
 
-def damaged(directory: Path, error: Exception) -> ArtifactError:
+def damaged(place: str | Path, error: Exception, what: str = "adapter") -> ArtifactError:
     """The error for a folder that cannot be read, with the reason."""
-    if (forbidden := forbidden_in(directory)) is not None:
+    if (forbidden := forbidden_in(Path(place))) is not None:
         return forbidden
-    if pointer := lfs_pointer_in(directory):
-        return ArtifactError(f"The adapter in {directory} is not whole: {pointer}")
+    if pointer := lfs_pointer_in(Path(place)):
+        return ArtifactError(f"The {what} in {place} is not whole: {pointer}")
     reason = one_line(error, 200)
-    return ArtifactError(f"The adapter in {directory} is damaged ({reason}). Save or download it again.")
+    return ArtifactError(f"The {what} in {place} is damaged ({reason}). Save or download it again.")
 
 
 def forbidden_in(directory: Path) -> ArtifactError | None:

@@ -27,13 +27,13 @@ HUB_TIMEOUT_S = 10.0
 _answered: set[tuple[str, str, str]] = set()  # repositories of which a hub has answered in this process
 
 
-def hub_answers(kind: Literal["model", "dataset"], name: str, *, timeout_s: float = HUB_TIMEOUT_S) -> bool:
+def hub_answers(kind: Literal["model", "dataset"], name: str) -> bool:
     """Return whether the hub answers a request about a repository, with any answer; an answer is asked for once."""
     api = HfApi()
     if (kind, name, api.endpoint) in _answered:
         return True
     try:
-        (api.model_info if kind == "model" else api.dataset_info)(name, timeout=timeout_s)
+        (api.model_info if kind == "model" else api.dataset_info)(name, timeout=HUB_TIMEOUT_S)
     except HfHubHTTPError:
         pass
     except Exception:  # a network can fail in many ways

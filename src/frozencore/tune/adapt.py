@@ -40,6 +40,7 @@ from frozencore.tune.load import Inputs
 from frozencore.tune.methods import Method, MethodConfig, Targets, core_options
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import make_batches
+from frozencore.tune.training.recipe import Recipe
 
 CALIBRATION_BATCH = 8
 
@@ -158,7 +159,7 @@ def adapt(
     return Adapted(model, targets, made)
 
 
-def proposed_rate(model: Any, pad_id: int, rows: Sequence[TokenRow]) -> float | None:
+def rate_for(model: Any, pad_id: int, rows: Sequence[TokenRow]) -> float | None:
     """The learning rate that the calibration of the basis proposed; without one it is measured on training rows.
 
     None where the gradients of the cores are zero or not finite.
@@ -170,16 +171,17 @@ def proposed_rate(model: Any, pad_id: int, rows: Sequence[TokenRow]) -> float | 
     return rate
 
 
-def learning_rate_of(model: Any, pad_id: int, rows: Sequence[TokenRow]) -> float:
-    """:func:`proposed_rate` of a command with ``--learning-rate``.
+def with_rate(recipe: Recipe, model: Any, pad_id: int, rows: Sequence[TokenRow]) -> Recipe:
+    """A recipe with a learning rate: its own, else :func:`rate_for`.
 
     Raises:
         ConfigError: No rate is known.
     """
-    rate = proposed_rate(model, pad_id, rows)
-    if rate is None:
+    if recipe.learning_rate is not None:
+        return recipe
+    if (rate := rate_for(model, pad_id, rows)) is None:
         raise ConfigError("The gradients of the cores are zero or not finite: no rate is known. Give --learning-rate.")
-    return rate
+    return replace(recipe, learning_rate=rate)
 
 
 def limits_of_basis(basis: str | None) -> tuple[str, ...]:

@@ -32,8 +32,6 @@ from frozencore.maths.basis import LayerBasis
 from frozencore.options import options_of
 from frozencore.tune.methods import FrozenCore, FullFineTuning, LoRA, Method, MethodConfig, Targets
 
-FLOAT32_BYTES = 4
-
 
 def default_targets(method: Method, model: nn.Module) -> Targets:
     """The layers that a method adapts if none are named: the attention projections.
@@ -170,7 +168,7 @@ def _as_peft_takes(options: MethodConfig) -> str | list[str] | None:
 
 def _train_in_float32(module: nn.Module, dtype: torch.dtype) -> None:
     """Make a module's weights float32; its output keeps the model's dtype, also if tied weights are float32 already."""
-    if dtype.itemsize >= FLOAT32_BYTES:
+    if dtype.itemsize >= torch.float32.itemsize:
         return
     module.float()
     module.register_forward_pre_hook(lambda _, given: tuple(x.float() if x.is_floating_point() else x for x in given))

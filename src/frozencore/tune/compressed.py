@@ -13,7 +13,7 @@ from frozencore.adapter.swap import round_core, swap_core
 from frozencore.errors import ConfigError, DivergenceError
 from frozencore.files.adapter_folder import adapter_in, folder_of, require_tenant_name
 from frozencore.text import Progress, as_stage
-from frozencore.tune.adapt import proposed_rate
+from frozencore.tune.adapt import rate_for
 from frozencore.tune.adapters import add_adapter, save_adapter
 from frozencore.tune.config import make_config
 from frozencore.tune.evaluate import BaseWithAdapter, adapter_names
@@ -37,7 +37,7 @@ def compress_scored(
     out: Path,
     *,
     rank: int,
-    bits: int = 32,
+    bits: int,
     model: str | None = None,
     tenants: Path | None = None,
     same_base: bool = False,
@@ -123,7 +123,7 @@ def score_adapters(
 
 
 def score_cores(
-    inputs: Inputs, rows: Mapping[str, TenantRows], shop: Path, scores: Scores, progress: Progress, *, bits: int = 32
+    inputs: Inputs, rows: Mapping[str, TenantRows], shop: Path, scores: Scores, progress: Progress, *, bits: int
 ) -> None:
     """Add the scores of each tenant's core, and of its core trained on, which is saved in ``NAME/trained-on``.
 
@@ -139,7 +139,7 @@ def score_cores(
         tenant_rows = rows[name]
         swap_core(model, shop / name / ADAPTER)
         scores[name]["compressed"] = _score(inputs, tenant_rows, model.eval(), f"{name}, compressed", progress)
-        rate = proposed_rate(model, inputs.encoder.pad_id, tenant_rows.rows.train)
+        rate = rate_for(model, inputs.encoder.pad_id, tenant_rows.rows.train)
         if rate is None:
             scores[name]["trained on"] = "No rate is known: the gradients of the core are zero or not finite."
             continue

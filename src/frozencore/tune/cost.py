@@ -33,12 +33,11 @@ from frozencore.tune.methods import METHODS, MethodConfig, Targets
 from frozencore.tune.training.callbacks import total_bytes
 
 ADAM_STATES = 2  # first and second moment
-FLOAT32_BYTES = 4
 
 
 def training_state_bytes(num_parameters: int) -> int:
     """Bytes of float32 gradients and AdamW states beside the parameters: 12 per trainable value."""
-    return num_parameters * FLOAT32_BYTES * (1 + ADAM_STATES)
+    return num_parameters * torch.float32.itemsize * (1 + ADAM_STATES)
 
 
 def num_trainable(model: nn.Module) -> int:
@@ -135,9 +134,7 @@ def estimate_bytes(config: MethodConfig, base: nn.Module, targets: Targets, num_
         model = add_adapter(of_graph, copy.deepcopy(base), options)
     layers = targeted_layers(base, targets) if method.has_bases else ()
     shapes = [layer_shape(base.get_submodule(name)) for name in layers]
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    if method.has_bases:
-        trained = sum(min(config.r, *shape) ** 2 for shape in shapes)
+    trained = sum(min(config.r, *shape) ** 2 for shape in shapes) if method.has_bases else num_trainable(model)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         weights = {
@@ -151,7 +148,7 @@ def estimate_bytes(config: MethodConfig, base: nn.Module, targets: Targets, num_
         for m, n in shapes
         for needs in [config.moments_needed]
     )
-    beside = max(ADAM_STATES * trained, moments) * FLOAT32_BYTES
+    beside = max(ADAM_STATES * trained, moments) * torch.float32.itemsize
     return sum(weights.values()) + beside + round(live.peak)
 
 
@@ -202,7 +199,7 @@ def rows_at_once(num_rows: int, longest: int, model: Any) -> int:
     device = next(model.parameters()).device
     place = resolve_device("auto") if device.type == "meta" else device
     # on a CPU more rows than in float32 are not faster, and would take the memory that a narrower dtype saves
-    least = FLOAT32_BYTES if place.type == "cpu" else 0
+    least = torch.float32.itemsize if place.type == "cpu" else 0
     weights = sum(p.numel() * max(p.element_size(), least * p.is_floating_point()) for p in model.parameters())
     fitting = SHARE_OF_MEMORY * (memory_of(place) - weights) // row_bytes(longest, model, least)
     return next((n for n in range(num_rows, 1, -1) if num_rows % n == 0 and n <= fitting), 1)

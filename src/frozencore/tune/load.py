@@ -39,7 +39,6 @@ from frozencore.tune.rows.prompts import (
 )
 from frozencore.tune.run_rows import RowCache, RunRows, prepare_rows
 
-FLOAT32_BYTES = 4
 SHARE_OF_MEMORY = 0.5  # of the machine's, for the weights in float32
 _WAY_OUT = "Give a folder that save_pretrained wrote, a GGUF file or a hub id."
 
@@ -82,7 +81,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
         tokenizer, model = _loaded(name, lambda loading: (_tokenizer(loading), _weights(loading, dtype)), refusal)
     model = model.to(place).eval()
     is_slow = dtype == "auto" and not computes_fast(model.dtype, place) and not getattr(model, "is_quantized", False)
-    if is_slow and FLOAT32_BYTES * model.num_parameters() <= SHARE_OF_MEMORY * memory_of(place):
+    if is_slow and torch.float32.itemsize * model.num_parameters() <= SHARE_OF_MEMORY * memory_of(place):
         model = model.float()
     _require_causal(model, name)
     return model, tokenizer

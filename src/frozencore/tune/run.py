@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -27,11 +27,11 @@ from frozencore.tune.adapt import (
     Adapted,
     Precomputed,
     adapt,
-    learning_rate_of,
     load_start,
     on_named_basis,
     save_start,
     starting_core,
+    with_rate,
 )
 from frozencore.tune.adapters import save_adapter
 from frozencore.tune.config import RunConfig, as_json
@@ -122,9 +122,7 @@ def execute(
                 if is_first:
                     save_start(adapted, method, out / START)
 
-        if recipe.learning_rate is None:
-            rate = learning_rate_of(adapted.model, inputs.encoder.pad_id, inputs.rows.train)
-            recipe = replace(recipe, learning_rate=rate)
+        recipe = with_rate(recipe, adapted.model, inputs.encoder.pad_id, inputs.rows.train)
         if start is not None:
             swap_core(adapted.model, start)
         report = train(

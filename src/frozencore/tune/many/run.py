@@ -25,7 +25,7 @@ from frozencore.files.adapter_folder import UNFINISHED_FOLDER
 from frozencore.files.atomic_write import atomic_folder, write_json, write_text
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
 from frozencore.text import Progress, as_stage, num_of, one_line
-from frozencore.tune.adapt import Adapted, adapt, learning_rate_of, starting_core
+from frozencore.tune.adapt import Adapted, adapt, starting_core, with_rate
 from frozencore.tune.adapters import save_adapter
 from frozencore.tune.calibration_record import CalibratedAdapter
 from frozencore.tune.config import RunConfig, as_flags, as_json, run_options
@@ -123,9 +123,9 @@ def execute_many(
                 progress=as_stage(progress, "score base"),
             )
         for name in to_train:
-            if tenants[name].recipe.learning_rate is None:
-                rate = learning_rate_of(adapted.model, inputs.encoder.pad_id, tenants[name].rows)
-                tenants[name] = replace(tenants[name], recipe=replace(tenants[name].recipe, learning_rate=rate))
+            tenant = tenants[name]
+            recipe = with_rate(tenant.recipe, adapted.model, inputs.encoder.pad_id, tenant.rows)
+            tenants[name] = replace(tenant, recipe=recipe)
         if start is not None:
             swap_core(adapted.model, start)
         finisher = Finisher(
@@ -248,7 +248,7 @@ class Finisher:
 
     def _in_bits(self, name: str, core: Core | None) -> Core | None:
         bits = self.rows_of[name][0].config.method.bits
-        return core if core is None or bits == 32 else core.in_bits(bits, self.template.saved.ranks)
+        return core and core.in_bits(bits, self.template.saved.ranks)
 
     def _held_out(self, cores: Mapping[str, Core]) -> dict[str, float]:
         if not cores:
