@@ -157,7 +157,7 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(
 def test_a_calibration_alone_chooses_the_basis_of_the_run(whole: tuple[TunedRecord, Path], tmp_path: Path) -> None:
     """Both call one function with the same batches."""
     execute_calibration(config_of(), tmp_path / "calibration", silent)
-    assert read_header(str(tmp_path / "calibration" / "basis"))["id"] == whole[0].hashes.basis
+    assert read_header(str(tmp_path / "calibration" / "basis")).id == whole[0].hashes.basis
 
 
 def test_a_finished_run_is_never_overwritten(whole: tuple[TunedRecord, Path]) -> None:

@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.bases import basis_id_of
 from frozencore.adapter.basis import require_set
-from frozencore.adapter.config import find_adapter
 from frozencore.adapter.core import Core, by_layer
-from frozencore.adapter.layer import frozen_core_layers
+from frozencore.adapter.loaded_adapter import LoadedAdapter
 from frozencore.adapter.per_row import cores_of_rows, lock_of, other_modules, repetitions
-from frozencore.adapter.swap import CoreSource, read_core, require_basis_id, require_unmerged
+from frozencore.adapter.swap import CoreSource, read_core, require_unmerged
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.maths.linalg import all_finite
 from frozencore.maths.quantise import BITS, levels, pack, unpack
@@ -45,18 +43,17 @@ class CoreStack:
     def __init__(
         self, model: nn.Module, num_slots: int, *, adapter_name: str = "default", dtype: torch.dtype = torch.float32
     ) -> None:
-        adapter_name, config = find_adapter(model, adapter_name)
-        self.model, self.adapter_name = model, adapter_name
-        self.layers = dict(sorted(frozen_core_layers(model, adapter_name).items()))
-        config.require_core_alone(f"the adapter {adapter_name!r}", "Rows and tenants share all but their cores")
+        self.model, self.adapter = model, LoadedAdapter.of(model, adapter_name)
+        self.layers = dict(sorted(self.adapter.layers.items()))
+        self.adapter.config.require_core_alone(
+            f"the adapter {adapter_name!r}", "Rows and tenants share all but their cores"
+        )
         require_unmerged(self.layers.values())
-        self.ranks: dict[str, int] = {}
+        require_set(self.adapter.bases)
+        self.ranks, self.basis_id = self.adapter.ranks, self.adapter.basis_id
         on_device: dict[torch.device, dict[str, int]] = {}
-        for name, layer in self.layers.items():
-            require_set({name: layer.basis(adapter_name)})
-            R = layer.core(adapter_name)
-            self.ranks[name] = on_device.setdefault(R.device, {})[name] = len(R)
-        self.basis_id = basis_id_of(config, self.layers, adapter_name)
+        for name, R in self.adapter.cores.items():
+            on_device.setdefault(R.device, {})[name] = len(R)
         with torch.inference_mode(False):  # tensors made inside of it could not be changed outside
             self.blocks = {
                 device: torch.zeros(num_slots, sum(r * r for r in here.values()), device=device, dtype=dtype)
@@ -83,7 +80,7 @@ class CoreStack:
         """Use a core (rows x r x r) of each layer for each row of every batch inside."""
         configs: Any = self.model.peft_config
         others = other_modules(self.model, self.layers) if len(configs) > 1 else []
-        return cores_of_rows(self.model, self.layers, self.adapter_name, cores, others)
+        return cores_of_rows(self.model, self.layers, self.adapter.name, cores, others)
 
 
 class PackedSlots:
@@ -160,7 +157,7 @@ class CoreBank(CoreStack):
             )
         num_slots = capacity + 1  # slot 0 is the base model
         super().__init__(model, num_slots if bits == 32 else 0, adapter_name=adapter_name, dtype=dtype)
-        cores = {name: layer.core(adapter_name) for name, layer in self.layers.items()}
+        cores = self.adapter.cores
         self.packed = None if bits == 32 else PackedSlots(num_slots, cores, bits)
         self.capacity, self.dtype = capacity, dtype
         self._slot_of: dict[str, int] = {}
@@ -203,7 +200,7 @@ class CoreBank(CoreStack):
         if name is None:
             raise ConfigError("A core has a name, but None was given, which is the base model in a batch.")
         require_unmerged(self.layers.values())
-        require_basis_id(self.basis_id, self.layers, self.adapter_name)
+        self.adapter.require_basis(self.basis_id)
         core = read_core(source, self.basis_id)
         core.require_size(sum(r * r for r in self.ranks.values()))
         if not all_finite(core.values.to(self.dtype)):
@@ -252,7 +249,7 @@ class CoreBank(CoreStack):
             ArtifactError: The adapter's basis was replaced.
             ValueError: An adapter is merged into the weights.
         """
-        require_basis_id(self.basis_id, self.layers, self.adapter_name)
+        self.adapter.require_basis(self.basis_id)
         with lock_of(self.model):
             with self._names_lock:
                 slots = [0 if name is None else self._slot(name) for name in names]
@@ -265,7 +262,7 @@ class CoreBank(CoreStack):
     def _gather(self, slots: Sequence[int], times: Callable[[nn.Module], int]) -> dict[str, Tensor]:
         """Copy the cores of these slots, repeated as a layer sees the rows, into the buffers of this depth."""
         if self._depth == len(self._buffers):
-            cores = {name: layer.core(self.adapter_name).detach() for name, layer in self.layers.items()}
+            cores = {name: R.detach() for name, R in self.adapter.cores.items()}
             self._buffers.append({name: R.new_zeros(0, *R.shape) for name, R in cores.items()})
         buffers, gathered = self._buffers[self._depth], {}
         places: dict[tuple[torch.device, int], Tensor] = {}

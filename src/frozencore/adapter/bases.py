@@ -10,35 +10,29 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from frozencore.adapter.base_record import record_base, require_same_weights
 from frozencore.adapter.basis import Basis, require_set
-from frozencore.adapter.config import FrozenCoreConfig, find_adapter
-from frozencore.adapter.layer import FrozenCoreLinear, base_samples_of, current_basis_id, frozen_core_layers
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.loaded_adapter import LoadedAdapter
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError
 from frozencore.maths.basis import LayerBasis
 
-Layers = Mapping[str, FrozenCoreLinear]
 
-
-def adapter_for_new_bases(
-    model: nn.Module, adapter_name: str | None, *, reset: bool
-) -> tuple[str, FrozenCoreConfig, dict[str, FrozenCoreLinear]]:
-    """The name, configuration and layers of an adapter (by default the active one) that may get a new basis."""
-    adapter_name, config = find_adapter(model, adapter_name)
-    layers = frozen_core_layers(model, adapter_name)
+def adapter_for_new_bases(model: nn.Module, adapter_name: str | None, *, reset: bool) -> LoadedAdapter:
+    """The adapter (by default the active one), if it may get a new basis."""
+    adapter = LoadedAdapter.of(model, adapter_name)
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and module.merged:
             raise CalibrationError(
                 f"Calibration looks at the base weights, but layer {name!r} has an adapter merged into them. "
                 "Call unmerge_adapter() first."
             )
-    for name, layer in layers.items():
-        if not reset and bool(layer.core(adapter_name).any()):
+    for name, R in adapter.cores.items():
+        if not reset and bool(R.any()):
             raise CalibrationError(
                 f"The core of layer {name!r} is not zero: a new basis under it would change what it means. "
                 "Pass reset=True to give up what it learned."
             )
-    return adapter_name, config, layers
+    return adapter
 
 
 def get_basis(model: nn.Module, adapter_name: str | None = None) -> Basis:
@@ -48,12 +42,11 @@ def get_basis(model: nn.Module, adapter_name: str | None = None) -> Basis:
         ConfigError: The model has no such frozen-core adapter.
         CalibrationError: It has no basis yet.
     """
-    adapter_name, config = find_adapter(model, adapter_name)
-    layers = frozen_core_layers(model, adapter_name)
-    here = {name: layer.basis(adapter_name) for name, layer in layers.items()}
+    adapter = LoadedAdapter.of(model, adapter_name)
+    here = adapter.bases
     require_set(here)
     copies = {name: replace(b, P=b.P.detach().clone().cpu(), Q=b.Q.detach().clone().cpu()) for name, b in here.items()}
-    return config.make_basis(copies, base=record_base(base_samples_of(layers)))
+    return adapter.config.make_basis(copies, base=adapter.base_record)
 
 
 def set_basis(
@@ -75,40 +68,43 @@ def set_basis(
         ArtifactError: The basis has other layers, shapes, ranks or scales, or another base model.
         CalibrationError: An adapter is merged, or a core is trained.
     """
-    adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
+    adapter = adapter_for_new_bases(model, adapter_name, reset=reset)
     if not isinstance(basis, Basis):
-        put_layers(adapter_name, config, layers, basis)
+        put_layers(adapter, basis)
     else:
-        attach_basis(f"The basis {basis.id}", basis, config, layers, adapter_name)
+        config = adapter.config
+        attach_basis(adapter, basis)
         config.calibration_tokens = basis.options.get("calibration_tokens")
         config.learning_rate = basis.options.get("learning_rate")
         config.attach_basis_id(basis.id, basis.place, basis.revision)
 
 
-def put_layers(adapter_name: str, config: FrozenCoreConfig, layers: Layers, bases: Mapping[str, LayerBasis]) -> None:
+def put_layers(adapter: LoadedAdapter, bases: Mapping[str, LayerBasis]) -> None:
     """Set P and Q of every layer and its core's start; nothing is changed if one does not fit."""
-    scales = {name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()}
+    config = adapter.config
+    scales = {name: layer.frozencore_scale[adapter.name] for name, layer in adapter.layers.items()}
     scaled = {name: replace(basis, scale=scales.get(name, basis.scale)) for name, basis in bases.items()}
-    require_fit("The basis", scaled, layers, adapter_name, "Use the adapter's rank and target_modules.")
+    require_fit("The basis", scaled, adapter, "Use the adapter's rank and target_modules.")
     _require_start(config, bases)
-    for name, layer in layers.items():
+    for name, layer in adapter.layers.items():
         start = config.constructor_entry.start_core(bases[name], config.basis_options(), scales[name])
-        layer.set_basis(adapter_name, bases[name], start_core=start, random_core=not config.init_weights)
+        layer.set_basis(adapter.name, bases[name], start_core=start, random_core=not config.init_weights)
     config.attach_basis_id(None)
     config.calibration_tokens = config.learning_rate = None
 
 
-def attach_basis(origin: str, basis: Basis, config: FrozenCoreConfig, layers: Layers, adapter_name: str) -> None:
+def attach_basis(adapter: LoadedAdapter, basis: Basis) -> None:
     """Set P and Q of an adapter to those of a basis, with its id."""
+    origin, config = f"The basis {basis.id}", adapter.config
     if not config.load_bases:
         _require_start(config, basis.layers)
     way_out = "Leave rank, scale and targets to the basis, and load the base model that it was calibrated on."
-    require_fit(origin, basis.layers, layers, adapter_name, way_out)
-    require_same_base(origin, basis.base, config, layers)
-    for name, layer in layers.items():
-        if not layer.frozencore_P[adapter_name].is_meta:
-            layer.set_basis(adapter_name, basis.layers[name], random_core=not config.init_weights)
-            layer.attach_basis_id(adapter_name, basis.id, basis.digests[name])
+    require_fit(origin, basis.layers, adapter, way_out)
+    adapter.require_same_base(origin, basis.base)
+    for name, layer in adapter.layers.items():
+        if not layer.frozencore_P[adapter.name].is_meta:
+            layer.set_basis(adapter.name, basis.layers[name], random_core=not config.init_weights)
+            layer.attach_basis_id(adapter.name, basis.id, basis.digests[name])
 
 
 def _require_start(config: FrozenCoreConfig, bases: Mapping[str, LayerBasis]) -> None:
@@ -143,50 +139,28 @@ def save_basis(
         CalibrationError: It has no basis yet.
         ArtifactError: The folder is there already, or cannot be written.
     """
-    adapter_name, config = find_adapter(model, adapter_name)
-    layers = frozen_core_layers(model, adapter_name)
-    basis = live_basis(config, layers, adapter_name, calibrated_on=calibrated_on)
+    adapter = LoadedAdapter.of(model, adapter_name)
+    basis = adapter.make_basis(calibrated_on)
     require_set(basis.layers)
     basis.write(Path(folder), overwrite=overwrite)
-    config.attach_basis_id(basis.id, str(folder))
-    for name, layer in layers.items():
-        layer.attach_basis_id(adapter_name, basis.id, basis.digests[name])
-    return basis.id
-
-
-def live_basis(
-    config: FrozenCoreConfig, layers: Layers, adapter_name: str, *, calibrated_on: str | None = None
-) -> Basis:
-    """The basis that an adapter's P, Q and scales are now, on the base model as it is now."""
-    here = {name: layer.basis(adapter_name) for name, layer in layers.items()}
-    return config.make_basis(here, base=record_base(base_samples_of(layers)), calibrated_on=calibrated_on)
-
-
-def basis_id_of(config: FrozenCoreConfig, layers: Layers, adapter_name: str) -> str:
-    """The id of the basis that an adapter was given, or that its P and Q make."""
-    if (attached := current_basis_id(layers, adapter_name)) is not None:
-        return attached
-    basis = live_basis(config, layers, adapter_name)
-    for name, layer in layers.items():
-        layer.attach_basis_id(adapter_name, basis.id, basis.digests[name])
+    adapter.config.attach_basis_id(basis.id, str(folder))
+    adapter.attach_id(basis)
     return basis.id
 
 
 def basis_id(model: nn.Module, adapter_name: str | None = None) -> str:
     """The id of the basis of an adapter (by default the active one) of a model."""
-    adapter_name, config = find_adapter(model, adapter_name)
-    return basis_id_of(config, frozen_core_layers(model, adapter_name), adapter_name)
+    return LoadedAdapter.of(model, adapter_name).basis_id
 
 
-def require_fit(origin: str, bases: Mapping[str, LayerBasis], layers: Layers, adapter_name: str, way_out: str) -> None:
+def require_fit(origin: str, bases: Mapping[str, LayerBasis], adapter: LoadedAdapter, way_out: str) -> None:
     """Refuse bases of other layers, shapes or scales than an adapter's.
 
     Args:
         origin: The basis, as the beginning of a sentence.
     """
     theirs = {name: (basis.P.shape, basis.Q.shape, basis.scale) for name, basis in bases.items()}
-    here = {name: layer.basis(adapter_name) for name, layer in layers.items()}
-    ours = {name: (basis.P.shape, basis.Q.shape, basis.scale) for name, basis in here.items()}
+    ours = {name: (basis.P.shape, basis.Q.shape, basis.scale) for name, basis in adapter.bases.items()}
     if odd := [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]:
         raise ArtifactError(
             f"{origin} does not fit this model: it has {_in_words(theirs.get(odd[0]))} for layer {odd[0]!r}, and this "
@@ -200,11 +174,3 @@ def _in_words(facts: Any) -> str:
         return "nothing"
     (m, r), (n, _), scale = facts
     return f"{m} x {n} of rank {r} at scale {scale:g}"
-
-
-def require_same_base(
-    origin: str, recorded: Mapping[str, str] | None, config: FrozenCoreConfig, layers: Layers
-) -> None:
-    """Refuse a base model whose weights differ from the record, unless the configuration allows it."""
-    if recorded is not None and not config.allow_other_base:
-        require_same_weights(origin, recorded, base_samples_of(layers))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,18 @@ from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.options import fingerprint_options
 
 ID_DIGITS = 32
+
+
+@dataclass(frozen=True)
+class BasisHeader:
+    """``basis.json``: all of a basis but P and Q; the fields are those of :class:`Basis`."""
+
+    id: str
+    base_model: str | None
+    calibrated_on: str | None
+    options: Mapping[str, Any]
+    scales: Mapping[str, float]
+    base: Mapping[str, str] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,11 +110,10 @@ class Basis:
         with atomic_folder(folder, overwrite=overwrite) as aside:
             tensors = {name: X.detach().cpu().contiguous() for name, X in self.tensors.items()}
             save_file(tensors, aside / FACTORS_FILE, metadata={"format": "pt"})
-            header = {
-                "id": self.id, "base_model": self.base_model, "calibrated_on": self.calibrated_on,
-                "options": dict(self.options), "scales": self.scales, "base": self.base,
-            }  # fmt: skip
-            text = json.dumps(header, indent=1, ensure_ascii=False)
+            header = BasisHeader(
+                self.id, self.base_model, self.calibrated_on, dict(self.options), self.scales, self.base
+            )
+            text = json.dumps(vars(header), indent=1, ensure_ascii=False)
             (aside / HEADER_FILE).write_text(text + "\n", encoding="utf-8")
 
 
@@ -134,33 +145,36 @@ def load_basis(place: str | Path, revision: str | None = None) -> Basis:
     header, folder = read_header(place, revision), _folder(place, revision)
     with _reading(place):
         tensors = load_file(folder / FACTORS_FILE)
-        names = ("options", "base", "base_model", "calibrated_on")
         basis = Basis(
-            {name: known_basis(tensors[f"{name}.P"], tensors[f"{name}.Q"], s) for name, s in header["scales"].items()},
-            **{name: header[name] for name in names},
+            {name: known_basis(tensors[f"{name}.P"], tensors[f"{name}.Q"], s) for name, s in header.scales.items()},
+            options=header.options,
+            base=header.base,
+            base_model=header.base_model,
+            calibrated_on=header.calibrated_on,
             place=str(place),
             revision=revision,
         )
-        if basis.id != header["id"]:
-            raise ValueError(f"its content gives the id {basis.id}, and {HEADER_FILE} names {header['id']}")
+        if basis.id != header.id:
+            raise ValueError(f"its content gives the id {basis.id}, and {HEADER_FILE} names {header.id}")
     return basis
 
 
-def read_header(place: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """Read ``basis.json``: all but P and Q. Raises the errors of :func:`load_basis`."""
+def read_header(place: str | Path, revision: str | None = None) -> BasisHeader:
+    """Read ``basis.json``. Raises the errors of :func:`load_basis`."""
     folder = _folder(place, revision)
     with _reading(place):
-        header = dict(json.loads((folder / HEADER_FILE).read_text(encoding="utf-8")))
-        if absent := {"id", "options", "scales"} - header.keys():  # as in a basis of an earlier version
-            raise ValueError(f"{HEADER_FILE} names no {min(absent)}")
-    return header
+        values = dict(json.loads((folder / HEADER_FILE).read_text(encoding="utf-8")))
+        names = [field.name for field in fields(BasisHeader)]
+        if absent := [name for name in names if name not in values]:  # as in a basis of an earlier version
+            raise ValueError(f"{HEADER_FILE} names no {absent[0]}")
+        return BasisHeader(**{name: values[name] for name in names})
 
 
 def basis_beside(basis_id: str, folder: Path) -> Path | None:
     """Find a basis by its id: in an adapter's folder, the two above it, and the folder ``basis`` of each."""
     for parent in (folder, *folder.absolute().parents[:2]):
         for place in (parent / "basis", parent):
-            if (place / HEADER_FILE).is_file() and read_header(place)["id"] == basis_id:
+            if (place / HEADER_FILE).is_file() and read_header(place).id == basis_id:
                 return place
     return None
 
@@ -183,7 +197,7 @@ def find_basis(origin: str, basis_id: str, place: str | None, revision: str | No
 def find_ranks(origin: str, basis_id: str, place: str | None, revision: str | None = None) -> dict[str, int]:
     """Read r of each layer of the basis of a core; P and Q are not read. The arguments are as in :func:`find_basis`."""
     folder = _folder(_known_place(origin, basis_id, place), revision)
-    require_same_id(origin, basis_id, f"{place} is", read_header(folder)["id"])
+    require_same_id(origin, basis_id, f"{place} is", read_header(folder).id)
     with _reading(folder), safe_open(folder / FACTORS_FILE, framework="pt") as file:
         shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - not a mapping
     ranks = {key.removesuffix(".P"): shape[1] for key, shape in shapes.items() if key.endswith(".P")}

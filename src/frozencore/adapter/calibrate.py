@@ -82,7 +82,8 @@ def calibrate(
         DataError: The data are not batches.
     """
     check_same_call("frozencore.calibrate")
-    adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
+    adapter = adapter_for_new_bases(model, adapter_name, reset=reset)
+    config, layers = adapter.config, adapter.layers
     options = options or CalibrationOptions()
     require_options_fit(model, options, loss_fn)
     reads_data = bool(config.needs) and moments is None
@@ -102,7 +103,7 @@ def calibrate(
         name: Target(
             layer.get_base_layer(),
             LayerData(name, layer.shape, layer.dense_weight),
-            config.basis_options(len(layer.core(adapter_name))),
+            config.basis_options(len(layer.core(adapter.name))),
         )
         for name, layer in layers.items()
     }
@@ -118,9 +119,9 @@ def calibrate(
         # a layer may pass no gradient: this basis needed none, and training will refuse it
         with suppress(ModelError), _reporting(progress) as report:
             rate = proposed_learning_rate(
-                model, layers, adapter_name, batches, bases=bases, loss_fn=loss_fn, progress=report
+                model, layers, adapter.name, batches, bases=bases, loss_fn=loss_fn, progress=report
             )
-    put_layers(adapter_name, config, layers, bases)  # last, so that an error before it changes nothing
+    put_layers(adapter, bases)  # last, so that an error before it changes nothing
     config.calibration_tokens = max(layer.num_tokens for layer in calibration.layers.values()) or None
     config.learning_rate = rate
     _warn_of_weak_layers(bases, layers)

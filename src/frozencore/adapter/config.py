@@ -174,7 +174,7 @@ class FrozenCoreConfig(
         """Take rank, targets, scale and constructor from a saved basis if they are at their defaults."""
         header = read_header(place, self.basis_revision)
         defaults = {each.name: each.default for each in fields(self)}
-        for name, value in header["options"].items():
+        for name, value in header.options.items():
             given = getattr(self, name)
             if given != {} and given != defaults[name] and _plain(given) != value:
                 raise ConfigError(
@@ -182,7 +182,7 @@ class FrozenCoreConfig(
                     f"Leave {name} out."
                 )
             setattr(self, name, value)
-        self.basis, self.basis_id = str(place), header["id"]
+        self.basis, self.basis_id = str(place), header.id
 
     def require_core_alone(self, origin: str, reason: str) -> None:
         """Refuse an adapter that trains anything besides cores.

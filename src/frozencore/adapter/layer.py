@@ -493,12 +493,6 @@ def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenC
     return {layer.name: layer for layer in layers if adapter_name in layer.frozencore_R}
 
 
-def current_basis_id(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> str | None:
-    """The id of the basis that an adapter's P and Q are of; None if they have none, or were changed since."""
-    ids = {layer.current_basis_id(adapter_name) for layer in layers.values()}
-    return ids.pop() if len(ids) == 1 else None
-
-
 def base_samples_of(layers: Mapping[str, FrozenCoreLinear]) -> dict[str, Tensor | None]:
     """Some values of the base model's weights by layer name."""
     return {name: layer.base_samples for name, layer in layers.items()}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter import named_layers
-from frozencore.adapter.bases import attach_basis, basis_id_of, require_same_base
+from frozencore.adapter.bases import attach_basis
 from frozencore.adapter.config import FILLED_IN, FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.core import BASE, sum_cores
 from frozencore.adapter.layer import (
@@ -29,11 +29,11 @@ from frozencore.adapter.layer import (
     is_linear,
     warn_of_uncalibrated,
 )
+from frozencore.adapter.loaded_adapter import LoadedAdapter
 from frozencore.adapter.per_row import adapter_of_each_row, guard_recompute
 from frozencore.adapter.quantised_layer import FrozenCoreQuantisedLinear
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.adapter.state_dict import HEADS, tensors_to_load, tensors_to_save
-from frozencore.adapter.swap import core_of
 from frozencore.calibration.preserve import disable_bnb_repacking
 from frozencore.constructors import LayerData, build_basis
 from frozencore.distributed import check_same_call, require_same_bases
@@ -96,7 +96,7 @@ class FrozenCoreModel(BaseTuner):
             for layer in layers.values():
                 layer.fill_core(adapter_name)
         try:
-            self._give_bases(config, adapter_name, layers)
+            self._give_bases(LoadedAdapter(adapter_name, config, layers))
         except (ArtifactError, ConfigError):
             if len(self.peft_config) == 1:
                 self.unload()
@@ -137,46 +137,45 @@ class FrozenCoreModel(BaseTuner):
         if layer is not target and adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
 
-    def _give_bases(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLinear]) -> None:
+    def _give_bases(self, adapter: LoadedAdapter) -> None:
         """Set the bases: of an adapter of the same kind, of a named basis, or built without data."""
+        config, origin = adapter.config, f"The adapter {adapter.name!r}"
         if config.basis is None and config.load_bases:
-            require_same_base(f"The adapter {adapter_name!r}", config.base_record, config, layers)
-        elif (other := self._with_same_basis(config, adapter_name, layers)) is not None:
-            for layer in layers.values():
-                layer.share_basis(adapter_name, other, random_core=not config.init_weights)
+            adapter.require_same_base(origin, config.base_record)
+        elif (other := self._with_same_basis(adapter)) is not None:
+            for layer in adapter.layers.values():
+                layer.share_basis(adapter.name, other, random_core=not config.init_weights)
         elif config.basis is not None:
-            basis = config.find_basis(f"The adapter {adapter_name!r}")
-            attach_basis(f"The basis {basis.id}", basis, config, layers, adapter_name)
+            attach_basis(adapter, config.find_basis(origin))
         elif not config.needs_calibration:
-            for name, layer in layers.items():
-                P, _, R = layer.factors(adapter_name)
+            for name, layer in adapter.layers.items():
+                P, _, R = layer.factors(adapter.name)
                 if P.is_meta or R.is_meta:
                     continue  # on the meta device there are only shapes, so bases cannot be built
                 evidence = LayerData(name, layer.shape, layer.dense_weight)
                 built = build_basis(config.constructor, evidence, config.basis_options(len(R)))
-                layer.set_basis(adapter_name, built, random_core=not config.init_weights)
+                layer.set_basis(adapter.name, built, random_core=not config.init_weights)
 
-    def _with_same_basis(
-        self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLinear]
-    ) -> str | None:
+    def _with_same_basis(self, adapter: LoadedAdapter) -> str | None:
         """Another adapter with the bases of the new one: of the same configuration, shapes and named basis."""
-        for other, other_config in self.peft_config.items():
-            if other == adapter_name or other_config.constructor != config.constructor:
+        config, layers = adapter.config, adapter.layers
+        for name, other_config in self.peft_config.items():
+            if name == adapter.name or other_config.constructor != config.constructor:
                 continue
-            theirs = frozen_core_layers(self.model, other)
-            if other_config.basis_options() != config.basis_options() or theirs.keys() != layers.keys():
+            other = LoadedAdapter(name, other_config, frozen_core_layers(self.model, name))
+            if other_config.basis_options() != config.basis_options() or other.layers.keys() != layers.keys():
                 continue
-            if config.basis is not None and basis_id_of(other_config, theirs, other) != config.basis_id:
+            if config.basis is not None and other.basis_id != config.basis_id:
                 continue
             kinds = [
                 [
-                    (layer.frozencore_scale[name], *((X.shape, X.dtype, X.device) for X in layer.factors(name)[:2]))
+                    (layer.frozencore_scale[one], *((X.shape, X.dtype, X.device) for X in layer.factors(one)[:2]))
                     for layer in layers.values()
                 ]
-                for name in (adapter_name, other)
+                for one in (adapter.name, name)
             ]
             if kinds[0] == kinds[1]:
-                return other
+                return name
         return None
 
     def _new_layer(self, target: nn.Module, adapter_name: str, name: str) -> FrozenCoreLinear:
@@ -249,20 +248,18 @@ class FrozenCoreModel(BaseTuner):
             )
         if adapter_name in self.peft_config:
             return
-        cores, first = [], adapters[0]
-        for adapter in adapters:
-            config = self.peft_config[adapter]
-            config.require_core_alone(f"the adapter {adapter!r}", "Only cores are summed")
-            cores.append(core_of(config, frozen_core_layers(self.model, adapter), adapter))
-        total = sum_cores(cores, [repr(adapter) for adapter in adapters], weights)
+        loaded = [LoadedAdapter.of(self, name) for name in adapters]
+        for one in loaded:
+            one.config.require_core_alone(f"the adapter {one.name!r}", "Only cores are summed")
+        first, total = loaded[0], sum_cores([one.core for one in loaded], [repr(name) for name in adapters], weights)
         _require_name(adapter_name, self.model)
-        config = self.peft_config[adapter_name] = copy.deepcopy(self.peft_config[first])
+        config = self.peft_config[adapter_name] = copy.deepcopy(first.config)
         config.filled = None
         self.inject_adapter(self.model, adapter_name)
-        layers = dict(sorted(frozen_core_layers(self.model, first).items()))
-        for name, R in total.by_layer({name: len(layer.core(first)) for name, layer in layers.items()}).items():
-            layers[name].set_basis(adapter_name, layers[name].basis(first), start_core=R)
-            layers[name].attach_basis_id(adapter_name, total.basis_id, layers[name].frozencore_mark[first].digest)
+        for name, R in total.by_layer(first.ranks).items():
+            layer = first.layers[name]
+            layer.set_basis(adapter_name, layer.basis(first.name), start_core=R)
+            layer.attach_basis_id(adapter_name, total.basis_id, layer.frozencore_mark[first.name].digest)
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
         """Merge as PEFT does, after the checks of merging."""

@@ -19,20 +19,17 @@ import torch
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from frozencore.adapter.base_record import record_base
-from frozencore.adapter.bases import basis_id_of, live_basis, require_fit
+from frozencore.adapter.bases import require_fit
 from frozencore.adapter.basis import Basis, require_same_id
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.core import BASE, CORE, Core, is_core_key
 from frozencore.adapter.layer import (
     PREFIX,
     BasisState,
-    FrozenCoreLinear,
-    base_samples_of,
-    current_basis_id,
     frozen_core_layers,
     warn_of_uncalibrated,
 )
+from frozencore.adapter.loaded_adapter import LoadedAdapter
 from frozencore.distributed import unsharded
 from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.text import one_line
@@ -87,21 +84,20 @@ def tensors_to_save(
         state_dict: The model's, which has trained modules too.
     """
     config.modules_to_save = _heads_there(config, model)
-    layers = frozen_core_layers(model, adapter_name)
+    adapter = LoadedAdapter(adapter_name, config, frozen_core_layers(model, adapter_name))
     mark = f".{PREFIX}R."
     cores = {key.partition(mark)[0].removeprefix(BASE): unsharded(R) for key, R in state.items() if mark in key}
     tensors = {key: unsharded(value) for key, value in _trained_modules(model, adapter_name, state_dict).items()}
-    if any(X.is_meta for X in (*cores.values(), *(layer.frozencore_P[adapter_name] for layer in layers.values()))):
+    if any(X.is_meta for X in (*cores.values(), *(factors.P for factors in adapter.bases.values()))):
         values = torch.empty(sum(R.numel() for R in cores.values()), device="meta")  # names and shapes alone
         return _TensorsToSave({f"{CORE}{config.basis_id}": values, **tensors})
-    if config.basis is None or current_basis_id(layers, adapter_name) != config.basis_id:
-        basis = live_basis(config, layers, adapter_name)  # P and Q may have been changed since they had a folder
+    if config.basis is None or adapter.attached_id != config.basis_id:
+        basis = adapter.make_basis()  # P and Q may have been changed since they had a folder
         if not basis.is_set:
             warn_of_uncalibrated(f"The adapter {adapter_name!r} that is saved", "and save it again")
         config.attach_basis_id(basis.id)
         config.base_record = None if basis.base is None else dict(basis.base)
-        for name, layer in layers.items():
-            layer.attach_basis_id(adapter_name, basis.id, basis.digests[name])
+        adapter.attach_id(basis)
         tensors |= basis_tensors(basis, BASE if all(key.startswith(BASE) for key in state) else "")
     assert config.basis_id is not None
     return _TensorsToSave({**Core.of(config.basis_id, cores).tensors, **tensors})
@@ -111,17 +107,16 @@ def tensors_to_load(
     model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Turn the tensors of a file into P, Q, R and trained modules, checked before the model changes."""
-    origin, layers = f"The adapter {adapter_name!r}", frozen_core_layers(model, adapter_name)
+    adapter = LoadedAdapter(adapter_name, config, frozen_core_layers(model, adapter_name))
+    origin, here = f"The adapter {adapter_name!r}", adapter.bases
     core = Core.read(origin, state_dict)
-    here = {name: layer.basis(adapter_name) for name, layer in layers.items()}
     has_basis = all(not factors.P.is_meta and factors.P.any() for factors in list(here.values())[:1])
-    known = basis_id_of(config, layers, adapter_name) if has_basis else None
+    known = adapter.basis_id if has_basis else None
     if core.basis_id != known:
-        basis = _other_basis(origin, core, config, layers, adapter_name, state_dict)
+        basis = _other_basis(origin, core, adapter, state_dict)
         here = dict(basis.layers)
         core.require_size(sum(r * r for r in basis.ranks.values()))
-        for name, layer in layers.items():
-            layer.attach_basis_id(adapter_name, basis.id, basis.digests[name], will_load=here[name])
+        adapter.attach_id(basis, will_load=here)
         if basis.place is None:
             config.attach_basis_id(basis.id)
             config.base_record = None if basis.base is None else dict(basis.base)
@@ -134,28 +129,21 @@ def tensors_to_load(
         key = f"{BASE}{name}.{PREFIX}"
         loaded |= {f"{key}{side}.{adapter_name}": X for side, X in (("P", here[name].P), ("Q", here[name].Q))}
         loaded[f"{key}R.{adapter_name}.weight"] = R.clone()
-        layers[name].frozencore_state[adapter_name] = BasisState.UNKNOWN  # until the tensors are there
+        adapter.layers[name].frozencore_state[adapter_name] = BasisState.UNKNOWN  # until the tensors are there
     return loaded
 
 
-def _other_basis(
-    origin: str,
-    core: Core,
-    config: FrozenCoreConfig,
-    layers: Mapping[str, FrozenCoreLinear],
-    adapter_name: str,
-    tensors: Mapping[str, Tensor],
-) -> Basis:
+def _other_basis(origin: str, core: Core, adapter: LoadedAdapter, tensors: Mapping[str, Tensor]) -> Basis:
     """Find the basis of a core whose adapter has another one: beside the core, or where the configuration names it."""
-    scales = {name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()}
+    config = adapter.config
+    scales = {name: layer.frozencore_scale[adapter.name] for name, layer in adapter.layers.items()}
     beside = layers_in(tensors, lambda name: scales.get(name, 1.0))
     if not beside:
-        here = current_basis_id(layers, adapter_name) if config.basis is None else config.basis_id
+        here = adapter.attached_id if config.basis is None else config.basis_id
         require_same_id(origin, core.basis_id, "the model has", here)
         return config.find_basis(origin)
-    record = config.base_record or record_base(base_samples_of(layers))
-    basis = config.make_basis(beside, base=record)
-    require_fit(origin, beside, layers, adapter_name, _way_out(beside, config.base_model_name_or_path))
+    basis = config.make_basis(beside, base=config.base_record or adapter.base_record)
+    require_fit(origin, beside, adapter, _way_out(beside, config.base_model_name_or_path))
     base = config.base_model_name_or_path or "base model"
     what = f"P and Q beside it, with this model's scales and {base}, make"
     require_same_id(origin, core.basis_id, what, basis.id)

@@ -9,12 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.bases import basis_id_of
 from frozencore.adapter.basis import require_same_id
-from frozencore.adapter.config import FrozenCoreConfig, find_adapter
 from frozencore.adapter.core import Core
 from frozencore.adapter.folders import read_tensors
-from frozencore.adapter.layer import BasisState, FrozenCoreLinear, current_basis_id, frozen_core_layers
+from frozencore.adapter.layer import BasisState, FrozenCoreLinear
+from frozencore.adapter.loaded_adapter import LoadedAdapter
 from frozencore.adapter.state_dict import module_tensors
 from frozencore.errors import ArtifactError, ConfigError
 
@@ -31,8 +30,7 @@ class ReadyCore:
     """
 
     basis_id: str
-    adapter_name: str
-    layers: Mapping[str, FrozenCoreLinear]
+    adapter: LoadedAdapter
     cores: tuple[Tensor, ...]
 
     def swap_in(self) -> None:
@@ -42,12 +40,13 @@ class ReadyCore:
             ConfigError: The adapter was merged into the weights.
             ArtifactError: It was given another basis, or was deleted.
         """
-        require_unmerged(self.layers.values())
-        require_basis_id(self.basis_id, self.layers, self.adapter_name)
+        adapter = self.adapter
+        require_unmerged(adapter.layers.values())
+        adapter.require_basis(self.basis_id)
         with torch.no_grad():
-            torch._foreach_copy_([layer.core(self.adapter_name) for layer in self.layers.values()], list(self.cores))
-        for layer in self.layers.values():
-            layer.frozencore_state[self.adapter_name] = BasisState.READY
+            torch._foreach_copy_(list(adapter.cores.values()), list(self.cores))
+        for layer in adapter.layers.values():
+            layer.frozencore_state[adapter.name] = BasisState.READY
 
 
 def swap_core(model: nn.Module, source: CoreSource, *, adapter_name: str = "default") -> None:
@@ -66,21 +65,17 @@ def swap_core(model: nn.Module, source: CoreSource, *, adapter_name: str = "defa
 
 def prepare_swap(model: nn.Module, source: CoreSource, *, adapter_name: str = "default") -> ReadyCore:
     """Read and check a core once, to swap it in many times; see :func:`swap_core`."""
-    adapter_name, config = find_adapter(model, adapter_name)
-    layers = dict(sorted(frozen_core_layers(model, adapter_name).items()))
-    require_unmerged(layers.values())
-    here = basis_id_of(config, layers, adapter_name)
-    core = read_core(source, here)
-    current = {name: layer.core(adapter_name) for name, layer in layers.items()}
-    parts = core.by_layer({name: len(R) for name, R in current.items()})
-    cores = tuple(parts[name].to(R.device, R.dtype, copy=True) for name, R in current.items())
-    return ReadyCore(here, adapter_name, layers, cores)
+    adapter = LoadedAdapter.of(model, adapter_name)
+    require_unmerged(adapter.layers.values())
+    here = adapter.basis_id
+    parts = read_core(source, here).by_layer(adapter.ranks)
+    cores = tuple(parts[name].to(R.device, R.dtype, copy=True) for name, R in adapter.cores.items())
+    return ReadyCore(here, adapter, cores)
 
 
 def get_core(model: nn.Module, adapter_name: str | None = None) -> Core:
     """Copy the core of an adapter (by default the active one)."""
-    adapter_name, config = find_adapter(model, adapter_name)
-    return core_of(config, frozen_core_layers(model, adapter_name), adapter_name)
+    return LoadedAdapter.of(model, adapter_name).core
 
 
 def round_core(model: nn.Module, bits: int) -> Core | None:
@@ -91,18 +86,10 @@ def round_core(model: nn.Module, bits: int) -> Core | None:
     """
     if bits == 32:
         return None
-    adapter_name, config = find_adapter(model, None)
-    layers = dict(sorted(frozen_core_layers(model, adapter_name).items()))
-    ranks = {name: len(layer.core(adapter_name)) for name, layer in layers.items()}
-    core = core_of(config, layers, adapter_name).in_bits(bits, ranks)
-    swap_core(model, core, adapter_name=adapter_name)
+    adapter = LoadedAdapter.of(model)
+    core = adapter.core.in_bits(bits, adapter.ranks)
+    swap_core(model, core, adapter_name=adapter.name)
     return core
-
-
-def core_of(config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> Core:
-    """The core of an adapter's layers, copied."""
-    cores = {name: layer.core(adapter_name) for name, layer in layers.items()}
-    return Core.of(basis_id_of(config, layers, adapter_name), cores)
 
 
 def read_core(source: CoreSource, basis_id: str) -> Core:
@@ -120,13 +107,6 @@ def read_core(source: CoreSource, basis_id: str) -> Core:
             )
     require_same_id(origin, core.basis_id, "the model has", basis_id)
     return core
-
-
-def require_basis_id(basis_id: str, layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> None:
-    """Refuse an adapter that was given another basis since cores were checked, or that was deleted."""
-    there = all(adapter_name in layer.frozencore_R for layer in layers.values())
-    here = current_basis_id(layers, adapter_name) if there else None
-    require_same_id("What was prepared", basis_id, f"the adapter {adapter_name!r} now has", here)
 
 
 def require_unmerged(layers: Iterable[FrozenCoreLinear]) -> None:

@@ -19,6 +19,7 @@ from frozencore.adapter.card import begin_model_card
 from frozencore.adapter.core import Core
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.learning_rate import proposed_learning_rate
+from frozencore.adapter.loaded_adapter import LoadedAdapter
 from frozencore.adapter.swap import read_core
 from frozencore.calibration.batches import Batch
 from frozencore.constructors import COMPRESSED
@@ -90,7 +91,7 @@ def on_named_basis(config: RunConfig) -> RunConfig:
     """
     if config.method.basis is None:
         return config
-    options, method = read_header(config.method.basis)["options"], config.method
+    options, method = read_header(config.method.basis).options, config.method
     options = {**options, **options.get("constructor_options", {})}
     targets = options.get("target_modules")
     if isinstance(targets, str) and targets != "all-linear":
@@ -117,7 +118,7 @@ def starting_core(config: MethodConfig) -> Core | None:
     """
     if config.start_from is None or config.basis is None:
         return None
-    return read_core(adapter_in(folder_of(config.start_from)), read_header(config.basis)["id"])
+    return read_core(adapter_in(folder_of(config.start_from)), read_header(config.basis).id)
 
 
 def adapt(
@@ -187,10 +188,10 @@ def with_rate(recipe: Recipe, model: Any, pad_id: int, rows: Sequence[TokenRow])
 def limits_of_basis(basis: str | None) -> tuple[str, ...]:
     """Warn of a named basis that was compressed from adapters: it was not chosen for these rows."""
     header = None if basis is None else read_header(basis)
-    if header is None or header["options"].get("constructor") != COMPRESSED:
+    if header is None or header.options.get("constructor") != COMPRESSED:
         return ()
     return (
-        f"The basis in {basis} was compressed from {header['calibrated_on'] or 'adapters'}. Rows that are unlike those "
+        f"The basis in {basis} was compressed from {header.calibrated_on or 'adapters'}. Rows that are unlike those "
         "of these adapters end at a higher loss: if yours are, choose a basis on rows (`frozencore calibrate`), and "
         "compare the held-out losses.",
     )
@@ -217,8 +218,7 @@ def _captures(model: PeftModel, moments: Mapping[str, LayerMoments] | None) -> d
     """How much of the moments the bases capture, by layer where the moments suffice."""
     if moments is None:
         return {}
-    layers = frozen_core_layers(model, "default")
-    bases = {name: layer.basis("default") for name, layer in layers.items()}
+    bases = LoadedAdapter.of(model, "default").bases
     found = {name: capture_or_none(moments.get(name), basis) for name, basis in bases.items()}
     return {name: captured for name, captured in found.items() if captured is not None}
 

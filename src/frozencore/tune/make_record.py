@@ -125,8 +125,7 @@ def calibrated_on(
 ) -> str | None:
     """Describe the calibration data for the model card; None if no data were read."""
     if method.basis is not None:
-        source: str | None = read_header(method.basis)["calibrated_on"]
-        return source
+        return read_header(method.basis).calibrated_on
     if calibration is None:
         return None
     read = (config.calibration_data,) if config.calibration_data else config.sources

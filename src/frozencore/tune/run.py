@@ -165,7 +165,7 @@ def _hashes(inputs: Inputs, start: Core | None, progress: Progress) -> dict[str,
 
 def _hashes_of_steps(method: MethodConfig, recipe: Recipe) -> dict[str, str]:
     """The id of the named basis, and a hash of what determines each step: a resumed run must have the same."""
-    basis = {} if method.basis is None else {"basis": str(read_header(method.basis)["id"])}
+    basis = {} if method.basis is None else {"basis": read_header(method.basis).id}
     return basis | {"recipe": fingerprint_options({"version": STEPS_VERSION, **recipe.of_steps()})}
 
 

@@ -20,14 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from frozencore.adapter.bases import basis_id_of
 from frozencore.adapter.basis import require_set
 from frozencore.adapter.card import num_tokens, write_model_card
-from frozencore.adapter.config import FrozenCoreConfig, find_adapter
+from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.core import BASE
 from frozencore.adapter.export.base_model import BaseLayers, layers_of, targets_for_peft
 from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.layer import frozen_core_layers
+from frozencore.adapter.loaded_adapter import LoadedAdapter
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.files.atomic_write import atomic_folder
@@ -271,11 +270,9 @@ def _base_of(
 def export_source(model_or_directory: nn.Module | str | Path, adapter_name: str | None = None) -> ExportSource:
     """Read an adapter of a model (by default the active one), or of a saved folder."""
     if isinstance(model_or_directory, nn.Module):
-        name, config = find_adapter(model_or_directory, adapter_name)
-        there = frozen_core_layers(model_or_directory, name)
-        layers = {each: layer.basis(name) for each, layer in there.items()}
-        cores = {each: layer.core(name) for each, layer in there.items()}
-        source = ExportSource(config, basis_id_of(config, there, name), layers, cores)
+        adapter = LoadedAdapter.of(model_or_directory, adapter_name)
+        config = adapter.config
+        source = ExportSource(config, adapter.basis_id, adapter.bases, adapter.cores)
     else:
         saved = read_adapter(model_or_directory)
         config, basis = saved.config, saved.find_basis()

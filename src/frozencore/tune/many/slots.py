@@ -56,7 +56,7 @@ class TrainedSlots(CoreStack):
 
     def __init__(self, model: nn.Module, num_slots: int) -> None:
         super().__init__(model, num_slots)
-        cores = [layer.core(self.adapter_name).detach() for layer in self.layers.values()]
+        cores = [R.detach() for R in self.adapter.cores.values()]
         self.start = torch.cat([R.flatten() for R in cores])
         ((self.device, self.values),) = self.blocks.items()
         assert self.values.dtype == torch.float32

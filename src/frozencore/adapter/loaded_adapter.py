@@ -1,0 +1,103 @@
+"""An adapter in a model: its name, its configuration and its layers, and what these hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from frozencore.adapter.base_record import record_base, require_same_weights
+from frozencore.adapter.basis import Basis, require_same_id
+from frozencore.adapter.config import FrozenCoreConfig, find_adapter
+from frozencore.adapter.core import Core
+from frozencore.adapter.layer import FrozenCoreLinear, base_samples_of, frozen_core_layers
+from frozencore.maths.basis import LayerBasis
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """A frozen-core adapter in a model.
+
+    Attributes:
+        layers: By their name in the base model, in the model's order.
+    """
+
+    name: str
+    config: FrozenCoreConfig
+    layers: Mapping[str, FrozenCoreLinear]
+
+    @classmethod
+    def of(cls, model: nn.Module, name: str | None = None) -> LoadedAdapter:
+        """The adapter of a name; by default the active one, or the only one.
+
+        Raises:
+            ConfigError: The model has no such frozen-core adapter.
+        """
+        name, config = find_adapter(model, name)
+        return cls(name, config, frozen_core_layers(model, name))
+
+    @property
+    def bases(self) -> dict[str, LayerBasis]:
+        """P, Q and s of each layer, not copied."""
+        return {name: layer.basis(self.name) for name, layer in self.layers.items()}
+
+    @property
+    def cores(self) -> dict[str, Tensor]:
+        """R of each layer, not copied, in the order of a core's values."""
+        return {name: self.layers[name].core(self.name) for name in sorted(self.layers)}
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """r of each layer, in the order of a core's values."""
+        return {name: len(R) for name, R in self.cores.items()}
+
+    @property
+    def core(self) -> Core:
+        """The core, copied."""
+        return Core.of(self.basis_id, self.cores)
+
+    @property
+    def basis_id(self) -> str:
+        """The id of the basis that the adapter was given, or that its P and Q make."""
+        if (attached := self.attached_id) is not None:
+            return attached
+        basis = self.make_basis()
+        self.attach_id(basis)
+        return basis.id
+
+    @property
+    def attached_id(self) -> str | None:
+        """The id of the basis that P and Q are of; None if they have none, or were changed since."""
+        ids = {layer.current_basis_id(self.name) for layer in self.layers.values()}
+        return ids.pop() if len(ids) == 1 else None
+
+    def attach_id(self, basis: Basis, will_load: Mapping[str, LayerBasis] | None = None) -> None:
+        """Remember in each layer that P and Q are of this basis.
+
+        Args:
+            will_load: P and Q that the model's state dict is about to bring.
+        """
+        for name, layer in self.layers.items():
+            coming = None if will_load is None else will_load[name]
+            layer.attach_basis_id(self.name, basis.id, basis.digests[name], will_load=coming)
+
+    def make_basis(self, calibrated_on: str | None = None) -> Basis:
+        """The basis that P, Q and the scales are now, on the base model as it is now."""
+        return self.config.make_basis(self.bases, base=self.base_record, calibrated_on=calibrated_on)
+
+    @property
+    def base_record(self) -> dict[str, str] | None:
+        """The record of the base model as it is now."""
+        return record_base(base_samples_of(self.layers))
+
+    def require_same_base(self, origin: str, recorded: Mapping[str, str] | None) -> None:
+        """Refuse a base model whose weights differ from the record, unless the configuration allows it."""
+        if recorded is not None and not self.config.allow_other_base:
+            require_same_weights(origin, recorded, base_samples_of(self.layers))
+
+    def require_basis(self, basis_id: str) -> None:
+        """Refuse an adapter that was given another basis since cores were prepared for it, or that was deleted."""
+        there = all(self.name in layer.frozencore_R for layer in self.layers.values())
+        here = self.attached_id if there else None
+        require_same_id("What was prepared", basis_id, f"the adapter {self.name!r} now has", here)
