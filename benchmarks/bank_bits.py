@@ -25,7 +25,7 @@ from torch import nn
 from contestants import UNCALIBRATED, adapter_config, random_qwen2
 from frozencore import CoreBank, save_basis
 from frozencore.adapter.folders import read_adapter
-from harness import cpu_s, parser_of, ratios, table, take_turns, with_quartiles, write_found
+from harness import cpu_s, parser_of, ratios, table, take_turns, with_range, write_found
 from tenants import draw_cores
 
 BITS = (32, 8, 4)
@@ -82,7 +82,7 @@ def table_of(result: Mapping[str, Any]) -> str:
     rows = [
         [
             model, bits, f"{found[bits]['bytes'] / 1e6:,.1f} MB", f"{1e3 * found[bits]['put_s']:.1f} ms",
-            with_quartiles(found["32, again" if bits == "32" else bits]["step_over_float32"], ".3f"),
+            with_range(found["32, again" if bits == "32" else bits]["step_over_float32"], ".3f"),
         ]
         for model, found in result["models"].items()
         for bits in map(str, BITS)

@@ -48,16 +48,13 @@ from frozencore import Core, basis_id, swap_core
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.maths.compress import compress, core_of
 from frozencore.maths.quantise import levels, quantise
-from frozencore.tune.load import load_model
-from frozencore.tune.provenance import Provenance
-from frozencore.tune.rows import Row, TokenRow
-from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.recipe import Recipe
 from frozencore_lab.reports.statistics import holm
-from harness import RESULTS, ROOT, Record, parser_of, table
+from harness import ROOT, Record, parser_of, study_file, table, with_range
 from tenant_rows import Tenant, TenantPlan, manifest_of
-from tenant_study import RANK, SEED, Adapters, Job, Results, Study, Updates, key, put_factors
+from tenant_study import RANK, SEED, Adapters, Job, Results, Study, Updates, key, put_factors, rows_of, study_model
 from tenant_tables import with_interval
 from tenants_quality import Sharing, mean_of
 
@@ -124,11 +121,6 @@ def quick_tenants() -> dict[str, Tenant]:
     ]
     plans = [TenantPlan(f"part-{i}", 16, f"part {i}", calibrated=i < 2) for i in range(3)]
     return {plan.task: Tenant(plan, part) for plan, part in zip(plans, parts, strict=True)}
-
-
-def rows_of(file: Path) -> list[Row]:
-    lines = file.read_text(encoding="utf-8").splitlines()
-    return [Row(str(i), row["prompt"], row["completion"]) for i, row in enumerate(map(json.loads, lines))]
 
 
 class Datasets(Sharing):
@@ -375,8 +367,7 @@ def interval_of(differences: Mapping[str, float]) -> tuple[float, float, float]:
 
 def in_words(differences: Mapping[str, float], digits: int) -> str:
     """The mean with its interval, as a table shows it."""
-    middle, low, high = (f"{value:+.{digits}f}" for value in interval_of(differences))
-    return f"{middle} ({low} to {high})"
+    return with_range(interval_of(differences), f"+.{digits}f")
 
 
 def arms_table(lines: Sequence[Record]) -> str:
@@ -452,22 +443,16 @@ Kind = TypeVar("Kind", bound=Study)
 
 def study_of(options: argparse.Namespace, kind: type[Kind]) -> Kind:
     """The study with its model and its data sets, whose lines go to the file of the options."""
-    out = options.out or RESULTS / f"{options.name}.jsonl"
-    torch.set_num_threads(1)
-    model, tokenizer = load_model(
-        "pocket" if options.quick else options.model, dtype=options.dtype, device=options.device
-    )
-    model.set_attn_implementation("eager")  # on a CPU faster for short rows
+    out = study_file(options)
+    model, encoder, here = study_model(options, options.dtype, options.device)
     tenants = quick_tenants() if options.quick else tenants_of(options.data_root)
-    where = Provenance.here().content()
     common = {
         "model": fingerprint_model(model)[:16], "dtype": options.dtype,
         "rows_sha256": sha256(json.dumps(manifest_of(tenants)).encode()).hexdigest()[:16],
-        "commit": where["commit"][:12] if where["commit"] else None, "device": where["device"],
+        **here,
         "recipe": f"{TRAIN} rows, {EPOCHS} epochs, calibration {CALIBRATION}; {SCORED}",
     }  # fmt: skip
     results = Results(out, common, (*key("", 0, ""),))
-    encoder = PromptEncoder(tokenizer, style="plain")
     return kind(model, encoder, tenants, results, options.work or out.with_suffix(".work"), options.quick)
 
 

@@ -30,7 +30,7 @@ from frozencore import Basis, Core, FrozenCoreConfig, load_basis, save_basis
 from frozencore.adapter.export.onnx import build_base, export_onnx
 from frozencore.tune.locate import smollm2_path
 from frozencore.tune.pocket import pocket_model_path
-from harness import parser_of, ratios, table, take_turns, with_quartiles, write_found
+from harness import parser_of, ratios, table, take_turns, with_range, write_found
 
 BASE, APART, WITHOUT, CORE, LORA = "base model", "base model, q, k, v apart", "with a basis, no core", "core", "LoRA"
 PRECISIONS = {"float32": None, "int4": 4}
@@ -180,7 +180,7 @@ def measure(model: Path, rank: int, new_tokens: int, rounds: int, folder: Path) 
 def table_of(found: Mapping[str, Any]) -> str:
     """Tokens a second, also as a share of the base model's, and an adapter's bytes and opening."""
     shares = [
-        [row["model"], row["precision"], f"{row['tokens_per_s']:.1f}", with_quartiles(row["of_base"], ".0%")]
+        [row["model"], row["precision"], f"{row['tokens_per_s']:.1f}", with_range(row["of_base"], ".0%")]
         for row in found["rates"]
     ]
     opened = [

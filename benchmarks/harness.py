@@ -40,7 +40,7 @@ def parser_of(doc: str | None, name: str, ending: str = "json") -> argparse.Argu
     parser.add_argument(
         "--out", type=Path, help=f"Default: results/{name}.{ending} beside this file; nothing is written with --quick."
     )
-    parser.set_defaults(name=name)
+    parser.set_defaults(name=name, ending=ending)
     return parser
 
 
@@ -49,7 +49,14 @@ def lines_of(file: Path) -> list[Record]:
 
 
 def results_file(options: argparse.Namespace) -> Path | None:
-    return options.out or (None if options.quick else RESULTS / f"{options.name}.json")
+    return options.out or (None if options.quick else RESULTS / f"{options.name}.{options.ending}")
+
+
+def study_file(options: argparse.Namespace) -> Path:
+    """The file of a study, which reads the lines that it has to go on with it."""
+    if (file := results_file(options)) is None:
+        raise SystemExit("--quick needs --out FILE: nothing of it belongs into the results.")
+    return file
 
 
 def write_found(options: argparse.Namespace, **found: Any) -> None:
@@ -121,7 +128,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([first, "|---" + "|--:" * (len(headings) - 1) + "|", *lines]) + "\n"
 
 
-def with_quartiles(found: Sequence[float], form: str = ".2f") -> str:
-    """``1.02 (1.01 to 1.04)``."""
+def with_range(found: Sequence[float], form: str = ".2f") -> str:
+    """``1.02 (1.01 to 1.04)``: a middle, a low and a high value."""
     middle, low, high = (format(value, form) for value in found)
     return f"{middle} ({low} to {high})"

@@ -30,7 +30,7 @@ from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.cost import process_peak_bytes
 from frozencore.tune.many import run as many
 from frozencore.tune.provenance import Provenance
-from harness import RESULTS, load_average, parser_of, table
+from harness import load_average, parser_of, results_file, table
 
 ROWS, CALIBRATED = 8, 10
 PARTS = ("reading", "training", "writing")
@@ -135,7 +135,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure(options.model, options.steps, *options.one)))
         return
-    out = options.out or (None if options.quick else RESULTS / "many_tenants.jsonl")
+    out = results_file(options)
     lines = []
     with TemporaryDirectory() as aside:
         folder = Path(aside)

@@ -38,7 +38,7 @@ from frozencore.tune.scoring.forward import row_losses, row_sizes
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import group_by_length, overhead_tokens_of
-from harness import load_average, medians, parser_of, ratios, table, with_quartiles, write_found
+from harness import load_average, medians, parser_of, ratios, table, with_range, write_found
 
 TOGETHER, ALONE, BARE, FLOOR = "together", "one after the other", "in a bare loop", "floor"
 LORA = "LoRA one after the other"
@@ -144,7 +144,7 @@ def table_of(found: Mapping[str, Any]) -> str:
     together, *others = found["rows"][0]["tenant_step_s"]
     rows = [
         [row["model"], str(row["rows_a_step"]), f"{1e3 * row['tenant_step_s'][together]:.1f} ms",
-         *(with_quartiles(row["over_together"][name]) for name in others)]
+         *(with_range(row["over_together"][name]) for name in others)]
         for row in found["rows"]
     ]  # fmt: skip
     return table(["model", "rows a step", together, *others], rows)

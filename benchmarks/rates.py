@@ -14,38 +14,28 @@ more on the worst set. Otherwise it stays.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from frozencore import calibrate, swap_core
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune.adapt import calibration_batches
-from frozencore.tune.load import load_model
 from frozencore.tune.many.slots import held_out_losses
 from frozencore.tune.many.tenant import Tenant, train_many
-from frozencore.tune.provenance import Provenance
-from frozencore.tune.rows import Row, TokenRow
-from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import overhead_tokens_of
-from harness import RESULTS, ROOT, Record, parser_of, table
-from tenant_study import Results, adapted, zero_core
+from harness import ROOT, Record, parser_of, study_file, table, with_range
+from tenant_study import Results, adapted, rows_of, study_model, zero_core
 from tenant_tables import with_interval
 
 TRAIN, HELD_OUT, ROWS_A_STEP, EPOCHS, WARMUP, SEED = 128, 96, 8, 2, 0.1, 42
 NAMES = ("model", "set", "method", "rank", "arm")
-
-
-def rows_of(encoder: PromptEncoder, file: Path, start: int, count: int) -> list[TokenRow]:
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[start : start + count]]
-    return encoder.encode([Row(str(i), row["prompt"], row["completion"]) for i, row in enumerate(rows)])
 
 
 def recipe(rate: float) -> Recipe:
@@ -124,9 +114,9 @@ def means_of(lines: list[Record]) -> str:
             both = [name for name in found.get(arm, {}) if name in proposed]
             if len(both) > 1:
                 differences = np.array([[found[arm][name] - proposed[name]] for name in both])
-                middle, low, high = with_interval(differences, both)
+                found_apart = with_interval(differences, both)
                 means = (f"{np.mean([of[name] for name in both]):.3f}" for of in (proposed, found[arm]))
-                rows.append([f"{shown}: {title}", str(len(both)), *means, f"{middle:+.3f} ({low:+.3f} to {high:+.3f})"])
+                rows.append([f"{shown}: {title}", str(len(both)), *means, with_range(found_apart, "+.3f")])
     return table(["beside the proposed rate", "data sets", "proposed", "this", "this minus proposed"], rows)
 
 
@@ -146,14 +136,9 @@ def main() -> None:
     parser.add_argument("--factors", default="", help="further rates of the core, as multiples of the proposed one")
     parser.add_argument("--lora-rates", default="", help="rates of a LoRA of rank 16")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    model, tokenizer = load_model("pocket" if options.quick else options.model, dtype="float32", device="cpu")
-    model.set_attn_implementation("eager")
-    encoder, where = PromptEncoder(tokenizer, style="plain"), Provenance.here().content()
-    common = {
-        "seed": SEED, "commit": where["commit"][:12] if where["commit"] else None, "device": where["device"],
-    }  # fmt: skip
-    results = Results(options.out or RESULTS / "rates.jsonl", common, NAMES)
+    file = study_file(options)
+    model, encoder, here = study_model(options, "float32")
+    results = Results(file, {"seed": SEED, **here}, NAMES)
     which = {"model": Path(options.model).name, "model_sha256": fingerprint_model(model)[:16]}
     rates, factors, lora_rates = (
         [float(number) for number in text.split(",") if number]
@@ -161,12 +146,12 @@ def main() -> None:
     )
     for name in options.sets.split(","):
         if options.quick:
-            file = ROOT / "examples" / "reviews.jsonl"
-            rows, held_out = rows_of(encoder, file, 0, 16), rows_of(encoder, file, 16, 4)
+            every = rows_of(ROOT / "examples" / "reviews.jsonl")
+            rows, held_out = encoder.encode(every[:16]), encoder.encode(every[16:20])
         else:
             (file,) = options.data_root.glob(f"*/{name}.train.jsonl")
-            rows = rows_of(encoder, file, 0, TRAIN)
-            held_out = rows_of(encoder, file.with_name(f"{name}.eval.jsonl"), 0, HELD_OUT)
+            rows = encoder.encode(rows_of(file)[:TRAIN])
+            held_out = encoder.encode(rows_of(file.with_name(f"{name}.eval.jsonl"))[:HELD_OUT])
         place = {**which, "set": name}
         if not results.get(base := {**place, "method": "base", "rank": 0, "arm": "base"}):
             (loss,) = held_out_losses(model, [held_out], pad_id=encoder.pad_id)

@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from contestants import ATTENTION, UNCALIBRATED, adapter_config
 from frozencore import export_basis_model, export_lora, export_tenant, frozen_core_layers, tenant_weights
 from frozencore.tune.locate import smollm2_path
-from harness import ROOT, Quartiles, load_average, parser_of, quartiles, ratios, table, with_quartiles, write_found
+from harness import ROOT, Quartiles, load_average, parser_of, quartiles, ratios, table, with_range, write_found
 
 PYTHON = ROOT / ".engines" / "vllm" / "bin" / "python"
 SETTINGS = {
@@ -285,14 +285,14 @@ def sync(found: Mapping[str, Any]) -> str:
     """Milliseconds that reinforcement learning waits at each step for new weights."""
     each = ("made_s", "entered_s", "first_token_s")
     rows = [
-        [name, *(f"{with_quartiles(quartiles([1e3 * s for s in found[kind][what]]), '.1f')} ms" for what in each)]
+        [name, *(f"{with_range(quartiles([1e3 * s for s in found[kind][what]]), '.1f')} ms" for what in each)]
         for kind, name in ((BASIS, "core, in memory"), (LORA, "LoRA, in a folder"))
     ]
     return table(["new weights at each step", "out of the trainer", "into the engine", "and to the first token"], rows)
 
 
 def share(found: Mapping[str, Any], engine: str, count: int) -> str:
-    return with_quartiles(of_base(found, engine, count), ".0%")
+    return with_range(of_base(found, engine, count), ".0%")
 
 
 def of_base(found: Mapping[str, Any], engine: str, count: int) -> Quartiles:

@@ -25,7 +25,7 @@ from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.config import make_config
 from frozencore.tune.load import Inputs, prepare
 from frozencore.tune.scoring.choice import predict_choices
-from harness import load_average, medians, memory_of, parser_of, ratios, table, take_turns, with_quartiles, write_found
+from harness import load_average, medians, memory_of, parser_of, ratios, table, take_turns, with_range, write_found
 
 NAMES = {FLOOR: FLOOR, "lora": "lora", "frozencore": UNCALIBRATED}
 DTYPES = ("float32", "bfloat16")
@@ -75,7 +75,7 @@ def table_of(found: Mapping[str, Any]) -> str:
     names = {"step": "training step, 8 rows", "scoring": "scoring 64 rows", "calibration": "calibration, 128 rows"}
     body = [
         [dtype, names[what], LABELS[who], f"{row['processor_s']:.2f} s",
-         *(with_quartiles(row[over], ".3f") if over in row else "" for over in ("over_floor", "over_lora")),
+         *(with_range(row[over], ".3f") if over in row else "" for over in ("over_floor", "over_lora")),
          f"{row['memory_bytes'] / 1e6:,.0f} MB"]
         for dtype, parts in found["dtypes"].items()
         for what, rows in parts.items()

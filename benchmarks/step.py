@@ -44,7 +44,7 @@ from contestants import (
     random_qwen2,
     with_adapter,
 )
-from harness import medians, parser_of, ratios, table, take_turns, with_quartiles, write_found
+from harness import medians, parser_of, ratios, table, take_turns, with_range, write_found
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def table_of(found: Mapping[str, Any]) -> str:
     for contestant in dict.fromkeys(row["contestant"] for row in found["rows"]):
         own = [row for row in found["rows"] if row["contestant"] == contestant]
         kept = " / ".join(f"{row['saved_over_floor']:+.1%}" for row in (own[0], own[-1]))
-        rows.append([LABELS[contestant], *(with_quartiles(row["over_floor"], ".3f") for row in own), kept])
+        rows.append([LABELS[contestant], *(with_range(row["over_floor"], ".3f") for row in own), kept])
     heads = [f"{targets}, {num_rows} x {num_tokens}" for targets, num_rows, num_tokens in settings]
     return table(["step over no adapter's", *heads, "kept activations, attention / all linear"], rows)
 

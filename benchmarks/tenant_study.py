@@ -8,6 +8,7 @@ there are not measured again. Prompts are plain, and attention is ``eager``, whi
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -33,9 +34,11 @@ from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments
 from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.adapters import add_adapter
+from frozencore.tune.load import load_model
 from frozencore.tune.many.tenant import Tenant as CoreTenant
 from frozencore.tune.many.tenant import Trained, train_many
 from frozencore.tune.methods import METHODS, MethodConfig
+from frozencore.tune.provenance import Provenance
 from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.splits import calibration_rows
@@ -67,6 +70,21 @@ def key(
 ) -> Record:
     """The fields that name a line."""
     return {"phase": phase, "arm": arm, "rank": rank, "seed": seed, "tenant": tenant, "learning_rate": rate}
+
+
+def study_model(options: Namespace, dtype: str, device: str = "cpu") -> tuple[Any, PromptEncoder, Record]:
+    """The model of a study, its encoder of plain prompts, and the commit and device that stand in each line."""
+    torch.set_num_threads(1)
+    model, tokenizer = load_model("pocket" if options.quick else options.model, dtype=dtype, device=device)
+    model.set_attn_implementation("eager")  # on a CPU faster for short rows
+    where = Provenance.here().content()
+    about = {"commit": where["commit"][:12] if where["commit"] else None, "device": where["device"]}
+    return model, PromptEncoder(tokenizer, style="plain"), about
+
+
+def rows_of(file: Path) -> list[Row]:
+    """The rows of a file with ``prompt`` and ``completion``."""
+    return [Row(str(i), row["prompt"], row["completion"]) for i, row in enumerate(lines_of(file))]
 
 
 class Results:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import figures
-from harness import Record, table
+from harness import Record, table, with_range
 from tenant_rows import QUICK_TENANTS, TENANTS
 
 DRAWS = 10_000  # of the bootstrap
@@ -86,8 +86,7 @@ def apart(arm: Lines, first: Lines, names: Sequence[str], measure: str) -> tuple
 
 def less(arm: Lines, first: Lines, names: Sequence[str], measure: str) -> str:
     """The same for a table."""
-    middle, low, high = (f"{x:+.{MEASURES[measure][1]}f}" for x in apart(arm, first, names, measure))
-    return f"{middle} ({low} to {high})"
+    return with_range(apart(arm, first, names, measure), f"+.{MEASURES[measure][1]}f")
 
 
 def groups_table(arms: Mapping[Arm, Lines], groups: Groups, more: str, cell: Callable[[Sequence[Record]], str]) -> str:

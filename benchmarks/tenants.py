@@ -36,7 +36,7 @@ from contestants import UNCALIBRATED, adapter_config, random_ids, random_qwen2
 from frozencore import CoreBank, frozen_core_layers, get_core, load_basis, save_basis, set_basis
 from frozencore.tune.locate import smollm2_path
 from frozencore.tune.pocket import pocket_model_path
-from harness import cpu_s, load_average, medians, parser_of, ratios, table, take_turns, with_quartiles, write_found
+from harness import cpu_s, load_average, medians, parser_of, ratios, table, take_turns, with_range, write_found
 
 NUM_FILES = 100
 NEW_TOKENS, PROMPT_TOKENS = 32, 32
@@ -191,7 +191,7 @@ def batch_table(*files: Mapping[str, Any]) -> str:
     models = [model for found in files for model in found["batch"]]
     _, *contestants = models[0]["forward"]
     rows = [
-        [model["model"], words, *(with_quartiles(model[what][name]["over_base"]) for name in contestants)]
+        [model["model"], words, *(with_range(model[what][name]["over_base"]) for name in contestants)]
         for model in models
         for what, words in (("forward", "forward"), ("generate", "32 tokens"))
     ]

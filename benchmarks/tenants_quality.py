@@ -57,12 +57,9 @@ from frozencore.maths.basis import LayerBasis
 from frozencore.maths.compress import compress
 from frozencore.maths.linalg import complete_orthonormal, seeded_generator
 from frozencore.maths.moments import LayerMoments
-from frozencore.tune.load import load_model
 from frozencore.tune.many.slots import held_out_losses
-from frozencore.tune.provenance import Provenance
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.prompts import PromptEncoder
-from harness import RESULTS, parser_of
+from harness import parser_of, study_file
 from tenant_rows import QUICK_TENANTS, TENANTS, make_tenants, manifest_of
 from tenant_study import (
     RANK,
@@ -77,6 +74,7 @@ from tenant_study import (
     bytes_of,
     key,
     product_svd,
+    study_model,
     zero_core,
 )
 
@@ -396,28 +394,22 @@ def main() -> None:
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--work", type=Path, help="Folder for trained adapters and bases; with --quick beside --out.")
     options = parser.parse_args()
-    if (options.out is None and options.quick) or (options.work is None and not options.quick):
-        parser.error("Give --work FOLDER, or with --quick --out FILE, because nothing of it belongs into the results.")
-    study, name = STUDIES[options.study]
-    out = options.out or RESULTS / f"{name}.jsonl"
-    torch.set_num_threads(1)
-    base, dtype = ("pocket", "float32") if options.quick else (options.model, "bfloat16")
-    model, tokenizer = load_model(base, dtype=dtype, device="cpu")
-    model.set_attn_implementation("eager")  # on a CPU faster for short rows
+    study, options.name = STUDIES[options.study]
+    out, dtype = study_file(options), "float32" if options.quick else "bfloat16"
+    if options.work is None and not options.quick:
+        parser.error("Give --work FOLDER.")
+    model, encoder, here = study_model(options, dtype)
     if options.quick:
         tenants = make_tenants(QUICK_TENANTS, None, validation=8, held_out=8)
     else:
         tenants = make_tenants(TENANTS, options.data_root)
-    where = Provenance.here().content()
     common = {
         "model": fingerprint_model(model)[:16],
         "dtype": dtype,
-        "commit": where["commit"][:12] if where["commit"] else None,
-        "device": where["device"],
+        **here,
         "rows": sha256(dumps(manifest_of(tenants)).encode()).hexdigest()[:16],
         "recipe": RECIPE,
     }
-    encoder = PromptEncoder(tokenizer, style="plain")
     study(model, encoder, tenants, Results(out, common), options.work or out.with_suffix(".work"), options.quick).run()
 
 

@@ -65,7 +65,7 @@ def test_a_data_set_is_scored_by_the_held_out_loss_and_by_the_exact_match_of_gre
     study = import_module("datasets_quality")
     model, tokenizer = load_model("pocket", dtype="float32", device="cpu")
     encoder = PromptEncoder(tokenizer, style="plain")
-    prompts = [row.prompt for row in study.rows_of(ROOT / "examples" / "reviews.jsonl")[:12]]
+    prompts = [row.prompt for row in import_module("tenant_study").rows_of(ROOT / "examples" / "reviews.jsonl")[:12]]
     empty = [encoder.encode([Row(str(i), prompt, " good")])[0] for i, prompt in enumerate(prompts)]
     texts = [one.text for one in complete(model, encoder, empty, max_new_tokens=4)[0]]
     some = [
