@@ -64,7 +64,10 @@ def measure_cores(
                 results.add({**about, "arm": arm, "rate": float(f"{rate:.3g}"), **found})
 
 
-MODELS = {"smollm2": "SmolLM2-135M", "half": "Qwen2.5-Coder-0.5B"}
+MODELS = {"smollm2": "SmolLM2-135M", "half": "Qwen2.5-Coder-0.5B", "coder": "Qwen2.5-Coder-1.5B"}
+KINDS = {"fcca": "FCCA", "rawgrad": "RawGrad", "eva": "EVA", "random": "Random"}
+RANK = 16
+FACTORS = {"x0.5": "half of it", "proposed": "proposed rate", "x2": "twice"}
 FIXED = 1e-2  # the default before rates were measured
 LORA_DEFAULT = 2e-4
 COMPARED = {
@@ -80,7 +83,7 @@ def table_of(lines: list[Record]) -> str:
     sets = dict.fromkeys((line["model"], line["set"]) for line in lines)
     for model, name in sorted(sets, key=lambda one: list(MODELS).index(one[0])):
         here = [line for line in lines if (line["model"], line["set"]) == (model, name)]
-        cores = [line for line in here if line["method"] == "fcca"]
+        cores = [line for line in here if (line["method"], line["rank"]) == ("fcca", RANK)]
         by_arm = {line["arm"]: line for line in cores} | {line["method"]: line for line in here if line["rank"] == 0}
         if "proposed" not in by_arm or f"{FIXED:g}" not in by_arm:
             continue
@@ -103,7 +106,7 @@ def means_of(lines: list[Record]) -> str:
     for model, shown in MODELS.items():
         found: dict[str, dict[str, float]] = {}
         for line in (line for line in lines if line["model"] == model and line["loss"] is not None):
-            if line["method"] == "fcca":
+            if (line["method"], line["rank"]) == ("fcca", RANK):
                 found.setdefault(f"core, {line['arm']}", {})[line["set"]] = line["loss"]
                 best = found.setdefault("core, best rate tried", {})
                 best[line["set"]] = min(line["loss"], best.get(line["set"], line["loss"]))
@@ -118,6 +121,23 @@ def means_of(lines: list[Record]) -> str:
                 means = (f"{np.mean([of[name] for name in both]):.3f}" for of in (proposed, found[arm]))
                 rows.append([f"{shown}: {title}", str(len(both)), *means, with_range(found_apart, "+.3f")])
     return table(["beside the proposed rate", "data sets", "proposed", "this", "this minus proposed"], rows)
+
+
+def others_table(lines: list[Record]) -> str:
+    """The mean loss of cores at the proposed rate, at half and at twice of it, by constructor and rank."""
+    found: dict[tuple[str, str, int], dict[str, dict[str, Record]]] = {}
+    for line in lines:
+        if line["method"] in KINDS and line["arm"] in FACTORS:
+            place = line["model"], line["method"], line["rank"]
+            found.setdefault(place, {}).setdefault(line["set"], {})[line["arm"]] = line
+    rows = []
+    for (model, method, rank), sets in found.items():
+        whole = [arms for arms in sets.values() if FACTORS.keys() <= arms.keys()]
+        if whole:
+            losses = (f"{np.mean([arms[arm]['loss'] for arms in whole]):.3f}" for arm in FACTORS)
+            middle = f"{np.median([arms['proposed']['rate'] for arms in whole]):.2g}"
+            rows.append([f"{MODELS[model]}, {KINDS[method]}, r = {rank}", str(len(whole)), middle, *losses])
+    return table(["core", "data sets", "median rate", *(f"loss, {name}" for name in FACTORS.values())], rows)
 
 
 def at_rate(line: Record) -> str:

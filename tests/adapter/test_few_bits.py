@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from frozencore import CONSTRUCTORS, CoreBank, get_core, merge_adapters, save_basis, swap_core
 from frozencore.adapter.folders import read_adapter
+from frozencore.errors import ArtifactError
 from frozencore.maths.quantise import BITS, quantise
 from tiny import BATCHES, adapted, cores_of, logits, tiny_qwen2
 
@@ -84,6 +85,13 @@ def test_banks_swaps_sums_and_further_saves_take_it(tmp_path: Path) -> None:
     torch.testing.assert_close(read_adapter(tmp_path / "mean").core.values, halves)
 
 
+def test_codes_that_were_averaged_are_refused(tmp_path: Path) -> None:
+    codes = load_file(few(saved(tmp_path, on_a_basis=True), 4) / WEIGHTS)
+    mean = {name: (X.float() + X.float()) / 2 for name, X in codes.items()}
+    with pytest.raises(ArtifactError, match="codes cannot be cast or averaged.*`frozencore merge`"):
+        swap_core(adapted("fcca"), mean)
+
+
 def test_training_goes_on_from_it(tmp_path: Path) -> None:
     small = few(saved(tmp_path, on_a_basis=True), 2)
     model = PeftModel.from_pretrained(tiny_qwen2(), small, is_trainable=True)
@@ -103,9 +111,8 @@ def test_export_writes_it_and_says_its_bytes(command: Callable[..., tuple[int, s
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        (("--to", "core"), "--to core takes --bits 8, 4, 2, but --bits None was given"),
         (("--to", "lora", "--bits", 4), "--to lora takes no --bits, but --bits 4 was given"),
-        (("--to", "core", "--bits", 3), "--to core takes --bits 8, 4, 2, but --bits 3 was given"),
+        (("--to", "core", "--bits", 3), "--to core takes --bits 32, 8, 4, 2, but --bits 3 was given"),
     ],
 )
 def test_bits_are_of_cores_alone(

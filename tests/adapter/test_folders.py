@@ -16,7 +16,7 @@ from frozencore.adapter.basis import Basis
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.report import LayerReport, inspect_adapter
 from frozencore.maths.basis import known_basis
-from frozencore.maths.quantise import DEFAULT_BITS
+from frozencore.maths.quantise import default_bits
 from tiny import adapted, cores_of, logits, on_one_basis
 
 WEIGHTS_FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -75,7 +75,7 @@ def test_the_command_writes_the_sum(command, tmp_path: Path) -> None:  # type: i
     status, out, err = command("merge", *folders, "--weights=0.5,0.75,-0.25", "--output", tmp_path / "sum")
     assert status == 0, err
     assert "bytes" in out
-    merge_adapters(folders, tmp_path / "same", weights=WEIGHTS, bits=DEFAULT_BITS)
+    merge_adapters(folders, tmp_path / "same", weights=WEIGHTS, bits=default_bits(4))
     assert (tmp_path / "sum" / WEIGHTS_FILE).read_bytes() == (tmp_path / "same" / WEIGHTS_FILE).read_bytes()
 
 

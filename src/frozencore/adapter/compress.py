@@ -205,7 +205,10 @@ def compress_adapters(
             }
             for name, source in sources.items()
         }  # fmt: skip
-        about = {"basis": shared.id, "rank": config.r, "sizes": asdict(sizes), "adapters": content, "skipped": skipped}
+        about = {
+            "basis": shared.id, "rank": config.r, "bits": bits, "sizes": asdict(sizes), "adapters": content,
+            "skipped": skipped,
+        }  # fmt: skip
         write_json(aside / COMPRESSION_FILE, about)
     names = other_names(sources.values(), base)
     return CompressedAdapters(out, shared.id, config.r, len(found), kept, sizes, equal, skipped, names)

@@ -10,7 +10,8 @@ and for values of 8, 4 or 2 bits (:mod:`frozencore.maths.quantise`), which are r
 
 One vector has one name, which for Qwen2.5-3B saves 17 KB of names and shapes beside 147 KB of values. Its name has
 the id of the basis, so rounding, sums and averages of state dicts keep it, and another basis refuses it. Sums
-are exact: on one basis ``Σ wᵢ·P Rᵢ Qᵀ = P (Σ wᵢ Rᵢ) Qᵀ``.
+are exact: on one basis ``Σ wᵢ·P Rᵢ Qᵀ = P (Σ wᵢ Rᵢ) Qᵀ``. Codes have no sum: ``get_peft_model_state_dict`` gives their
+values in float32.
 """
 
 from __future__ import annotations
@@ -97,6 +98,11 @@ class Core:
                 if bits is None:
                     return cls(basis_id, tensor.detach())
                 packed = PackedValues(bits, tensor, tensors[f"{key}.{bits}-bit"], tensors[f"{key}.ranks"])
+                if tensor.dtype != torch.uint8:
+                    raise ArtifactError(
+                        f"{origin} has the codes of {bits} bits as {tensor.dtype}: codes cannot be cast or averaged. "
+                        "Load the adapters and take peft.get_peft_model_state_dict, or sum them by `frozencore merge`."
+                    )
                 return cls(basis_id, packed.values, packed)
         raise ArtifactError(f"{origin} has no frozen core. Give a folder that save_pretrained wrote.")
 

@@ -60,11 +60,19 @@ class SavedAdapter:
         """r by layer name, in the order of a core's values; P and Q are not read."""
         return self.basis.ranks if self.basis is not None else self.config.find_ranks(str(self.folder))
 
-    def write(self, out: Path, core: Core, *, overwrite: bool | None = None) -> None:
+    def write(
+        self,
+        out: Path,
+        core: Core,
+        *,
+        scores: Mapping[str, float | str] | None = None,
+        overwrite: bool | None = None,
+    ) -> None:
         """Write a new folder with another core on the same basis, and this adapter's configuration and card.
 
         Args:
             core: Its values are written in its bits.
+            scores: Those of the card in place of this adapter's.
             overwrite: As in ``atomic_folder``.
         """
         tensors = {**core.tensors, **self.modules}
@@ -75,6 +83,8 @@ class SavedAdapter:
             shutil.copyfile(self.folder / CONFIG_FILE, aside / CONFIG_FILE)
             if (self.folder / CARD_FILE).is_file():
                 card = (self.folder / CARD_FILE).read_text(encoding="utf-8")
+                if scores is not None:
+                    card = with_scores(card, scores)
                 (aside / CARD_FILE).write_text(with_sizes(card, aside), encoding="utf-8")
 
 
@@ -153,7 +163,5 @@ def merge_adapters(
     for saved in read:
         saved.config.require_core_alone(f"the adapter in {saved.folder}", "Only cores are summed")
     core = sum_cores([saved.core for saved in read], [str(saved.folder) for saved in read], weights)
-    read[0].write(Path(out), core if bits == 32 else core.in_bits(bits, read[0].ranks))
-    if (card := Path(out) / CARD_FILE).is_file():
-        card.write_text(with_scores(card.read_text(encoding="utf-8"), {}), encoding="utf-8")  # those of the first
+    read[0].write(Path(out), core if bits == 32 else core.in_bits(bits, read[0].ranks), scores={})
     return Path(out)

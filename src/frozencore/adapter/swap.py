@@ -78,17 +78,16 @@ def get_core(model: nn.Module, adapter_name: str | None = None) -> Core:
     return LoadedAdapter.of(model, adapter_name).core
 
 
-def round_core(model: nn.Module, bits: int) -> Core | None:
-    """Put each value of the active core at its nearest level of 8, 4 or 2 bits.
+def round_core(model: nn.Module, bits: int) -> Core:
+    """Put each value of the active core at its nearest level of 8, 4 or 2 bits; 32 bits change nothing.
 
     Returns:
-        The core that the model now has, as a file of so many bits stores it; None for 32 bits, which change nothing.
+        The core that the model now has, as a file of so many bits stores it.
     """
-    if bits == 32:
-        return None
     adapter = LoadedAdapter.of(model)
     core = adapter.core.in_bits(bits, adapter.ranks)
-    swap_core(model, core, adapter_name=adapter.name)
+    if core.packed is not None:
+        swap_core(model, core, adapter_name=adapter.name)
     return core
 
 

@@ -16,7 +16,7 @@ from frozencore.cli.stages import StageDisplay
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config
 from frozencore.files.atomic_write import check_output
-from frozencore.maths.quantise import DEFAULT_BITS
+from frozencore.maths.quantise import default_bits
 from frozencore.text import bytes_in_words, num_of
 from frozencore.tune.locate import find_tenants, require_model
 
@@ -38,7 +38,7 @@ def compress(
     ],
     output: Annotated[Path, typer.Option("--out", "--output", help="New folder for the basis and the cores.")],
     rank: Annotated[int, typer.Option(help="Largest rank of the basis; a core holds rank x rank values a layer.")] = 32,
-    bits: Annotated[int, flag("bits")] = DEFAULT_BITS,
+    bits: Annotated[int | None, flag("bits")] = None,
     model: Annotated[
         str | None,
         typer.Option(help="The base model, to compare layers and weights with, and to record in the basis."),
@@ -72,6 +72,7 @@ def compress(
         from frozencore.tune.compressed import TRAINED_ON, compress_scored
 
         progress.started()
+        bits = bits or default_bits(rank)
         done, scores = compress_scored(
             adapters, output, rank=rank, bits=bits, model=model, tenants=tenants, same_base=same_base,
             skip_bad=skip_bad, progress=progress,
@@ -149,7 +150,7 @@ def _sizes(sizes: Sizes, number: int, bits: int) -> Iterator[Text]:
         lost = f"{sizes.kept_unrounded - sizes.kept:.1%}"
         yield Text(f"Rounding to {bits} bits lost {lost} of the updates; with more --bits less is lost.")
     yield Text(
-        f"It keeps {sizes.kept:.1%} of an adapter on average; in the same bytes each cut alone keeps "
+        f"It keeps {sizes.kept:.1%} of an adapter on average; in the same bytes each cut alone in float32 keeps "
         f"{sizes.kept_alone:.1%}."
     )
     if sizes.pays_from is None:

@@ -10,15 +10,15 @@ import typer
 from frozencore.cli.display import console
 from frozencore.cli.flags import flag
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.files.adapter_folder import adapter_in, folder_of
+from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
 from frozencore.files.atomic_write import check_output, require_writable
-from frozencore.maths.quantise import BITS, DEFAULT_BITS
+from frozencore.maths.quantise import BITS, default_bits
 from frozencore.text import unknown_name
 from frozencore.tune.locate import model_location, require_model
 
 FORMS = "lora", "merged", "basis-model", "tenant", "core", "onnx", "onnx-adapter", "link", "qr"
 FILES = "onnx-adapter", "qr"
-BITS_OF = {"core": BITS, "link": (None, *BITS), "qr": (None, *BITS), "onnx": (None, 8, 4)}
+BITS_OF = {"core": (None, 32, *BITS), "link": (None, *BITS), "qr": (None, *BITS), "onnx": (None, 8, 4)}
 
 
 def export(
@@ -63,8 +63,8 @@ def export(
     bits: Annotated[
         int | None,
         typer.Option(
-            help="Bits of a value: of a core (core, link, qr) 8, 4 or 2; of the base weights (onnx) 8 or 4. Default: 4 "
-            "in a link or QR code, float32 in ONNX."
+            help="Bits of a value: of a core (core, link, qr) 8, 4 or 2, for core also 32; of the base weights (onnx) "
+            "8 or 4. Default: 4 in a link or QR code, in a core as of tune, float32 in ONNX."
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing export.")] = False,
@@ -115,7 +115,7 @@ def merge(
     weights: Annotated[
         str | None, typer.Option(help="A weight for each, separated by commas; may be negative. Default: their mean.")
     ] = None,
-    bits: Annotated[int, flag("bits")] = DEFAULT_BITS,
+    bits: Annotated[int | None, flag("bits")] = None,
 ) -> None:
     try:
         shares = None if weights is None else [float(part) for part in weights.split(",")]
@@ -125,5 +125,8 @@ def merge(
     check_output(output, overwrite=None, reads=folders[0])
     from frozencore.adapter.folders import merge_adapters
 
+    bits = bits or default_bits(int(read_config(folders[0])["r"]))
     merge_adapters(folders, output, weights=shares, bits=bits)
     console.print(f"Adapter: {output}   {sum(file.stat().st_size for file in output.iterdir()):,} bytes")
+    if bits < 32:
+        console.print(f"The sum is rounded to {bits} bits a value; with --bits 32 it is exact.")

@@ -81,7 +81,8 @@ def inspect(
     report = read_report(folder)
     basis = report.basis
     if as_json:
-        shown = {"basis": basis.id, "layers": {name: asdict(layer) for name, layer in report.layers.items()}}
+        layers = {name: asdict(layer) for name, layer in report.layers.items()}
+        shown = {"basis": basis.id, "bits": report.bits, "layers": layers}
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
         return
     if inside:

@@ -87,7 +87,7 @@ VERBS = (
         "export runs/mine --out lora", "Share",
     ),
     Verb(
-        "merge", ".export:merge", "Write the exact weighted sum of adapters that share a basis.",
+        "merge", ".export:merge", "Write the weighted sum of adapters that share a basis.",
         "merge tenants/anna tenants/ben --out both", "Share",
     ),
     Verb(

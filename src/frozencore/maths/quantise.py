@@ -9,7 +9,7 @@ zero.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from jaxtyping import Float, UInt8
 
@@ -17,13 +17,17 @@ from frozencore.device import torch
 
 BITS = (8, 4, 2)
 Bits = Annotated[
-    Literal[32, 8, 4, 2],
-    "Bits of a value of a saved core. With fewer than 32 each value is at the nearest level.",
+    Literal[32, 8, 4, 2] | None,
+    "Bits of a value of a saved core. With fewer than 32 each value is at the nearest level. Default: 4, below rank 16 "
+    "8.",
 ]
-DEFAULT_BITS: Final = 4
-"""The bits at which commands save a core: the fewest at which rank 16 lost nothing (docs/bits.md)."""
 NUM_CLIPS, NUM_FITS = 16, 4
 """Clips from a quarter of the largest value to all of it, and least-squares steps after the best one."""
+
+
+def default_bits(rank: int) -> int:
+    """The bits at which commands save a core: the fewest at which we found no loss (docs/bits.md)."""
+    return 4 if rank >= 16 else 8
 
 
 def quantise(

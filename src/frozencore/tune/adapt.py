@@ -121,6 +121,24 @@ def starting_core(config: MethodConfig) -> Core | None:
     return read_core(adapter_in(folder_of(config.start_from)), read_header(config.basis).id)
 
 
+def undone_by_rounding(start: Core | None, trained: Core, saved: Core) -> tuple[str, ...]:
+    """Warn if rounding moved a core by half of what its training moved it, or more.
+
+    Args:
+        start: The core that training started from; None for zero, from which every training moves farther.
+    """
+    if start is None:
+        return ()
+    here = trained.values.cpu()
+    moved, lost = ((one.values.cpu() - here).norm() for one in (start, saved))
+    if lost <= moved / 2:
+        return ()
+    return (
+        f"Rounding to {saved.bits} bits moved the core by {float(lost / moved):.0%} of what this training moved it. "
+        "Give --bits 32 where training goes on from a core, and round the last one.",
+    )
+
+
 def adapt(
     config: MethodConfig,
     inputs: Inputs,

@@ -193,9 +193,9 @@ def save_adapter(method: Method, model: PeftModel, folder: Path, start: Path, co
 
     Args:
         start: The folder of :func:`keep_start`.
-        core: A core of fewer bits, in place of the model's.
+        core: The model's core, as a file stores it; None for a method without bases.
     """
-    if core is None:
+    if core is None or core.packed is None:
         with atomic_folder(folder, overwrite=True) as aside:
             _write(method, model, aside, start)
         return

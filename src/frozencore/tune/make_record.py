@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from frozencore.adapter.basis import read_header
+from frozencore.adapter.core import Core
 from frozencore.distributed import num_ranks
 from frozencore.text import accuracy_in_words
 from frozencore.tune.adapt import Adapted
@@ -46,18 +47,22 @@ def make_record(
     report: TrainingReport,
     scores: tuple[Score, Score],
     *,
+    core: Core | None,
     hashes: Mapping[str, str],
     folder: Path,
     memory: PeakMemory,
     started: float,
+    warnings: Sequence[str] = (),
     company: TenantGroup | None = None,
 ) -> TunedRecord:
     """Make the content of ``result.json`` for a run whose adapter is saved.
 
     Args:
         scores: Before and after training.
+        core: The saved core; None for a method without bases.
         hashes: SHA-256 of the base model and of the rows, by name, and the id of the basis.
         started: ``time.perf_counter()`` when the run began.
+        warnings: Those of this run beside the calibration's.
         company: The tenants that trained together with this one; None for a run alone.
     """
     (before, after), made, at_once = scores, adapted.made, report.num_trainable
@@ -92,7 +97,7 @@ def make_record(
         peak_memory_bytes=memory.largest,
         resources=Resources(
             magnitude_parameters=adapted.num_magnitudes,
-            saved_bytes_without_bases=-(-at_once * config.method.bits // 8) if config.method.entry.has_bases else saved,
+            saved_bytes_without_bases=saved if core is None else core.num_bytes,
             step_s=report.step_s,
         ),
         training=report.training,
@@ -108,7 +113,7 @@ def make_record(
         calibration=made.calibration,
         alignment=made.alignment,
         hashes=Hashes(**hashes),
-        warnings=made.warnings,
+        warnings=(*made.warnings, *warnings),
         provenance=Provenance.here(next(adapted.model.parameters()).device),
     )
 

@@ -24,7 +24,7 @@ from frozencore.constructors import (
 from frozencore.constructors.constructor import Rank, ScaleOptions
 from frozencore.errors import ConfigError
 from frozencore.maths.moments import MomentName
-from frozencore.maths.quantise import DEFAULT_BITS, Bits
+from frozencore.maths.quantise import Bits, default_bits
 from frozencore.options import Bounds, ConfigPart, Option, options_of
 from frozencore.text import unknown_name
 
@@ -204,7 +204,7 @@ class MethodConfig(ConfigPart):
         "Start from the core of an adapter on --basis: its folder, or that of its run; merge makes the mean of "
         "several. Default: zero.",
     ] = None
-    bits: Bits = DEFAULT_BITS
+    bits: Bits = None
     core: dict[str, Any] = field(default_factory=dict)
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     seed: Seed = SEED
@@ -228,6 +228,11 @@ class MethodConfig(ConfigPart):
     def entry(self) -> Method:
         """The method's row in the table of methods."""
         return find_method(self.name)
+
+    @property
+    def saved_bits(self) -> int:
+        """Bits of a value of the saved core."""
+        return self.bits or default_bits(self.r)
 
     @property
     def moments_needed(self) -> frozenset[MomentName]:

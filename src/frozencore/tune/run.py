@@ -16,7 +16,7 @@ from frozencore.adapter.bases import basis_id
 from frozencore.adapter.basis import read_header
 from frozencore.adapter.card import write_model_card
 from frozencore.adapter.core import Core
-from frozencore.adapter.swap import round_core, swap_core
+from frozencore.adapter.swap import get_core, round_core, swap_core
 from frozencore.distributed import broadcast_from_rank0, num_ranks, own_rank, raise_on_any_rank
 from frozencore.errors import DivergenceError, ModelError
 from frozencore.files.atomic_write import write_json, write_lines, write_text
@@ -31,6 +31,7 @@ from frozencore.tune.adapt import (
     on_named_basis,
     save_start,
     starting_core,
+    undone_by_rounding,
     with_rate,
 )
 from frozencore.tune.adapters import save_adapter
@@ -133,14 +134,19 @@ def execute(
         )  # fmt: skip
 
         def finish() -> TunedRecord:
+            core: Core | None = None
+            undone: tuple[str, ...] = ()
             with scoring_trained(recipe):
-                core = round_core(adapted.model, config.method.bits) if method.has_bases else None
+                if method.has_bases:
+                    trained = get_core(adapted.model)
+                    core = round_core(adapted.model, config.method.saved_bits)
+                    undone = undone_by_rounding(start, trained, core)
                 after = score_run(adapted.model, inputs, config.scoring, as_stage(progress, "score"))
             _save(config, inputs, adapted, (before, after), out, core)
             basis = {"basis": basis_id(adapted.model)} if method.has_bases else {}
             record = make_record(
-                config, inputs, adapted, recipe, report, (before, after), hashes=hashes | basis, folder=out,
-                memory=memory, started=started,
+                config, inputs, adapted, recipe, report, (before, after), core=core, hashes=hashes | basis, folder=out,
+                memory=memory, started=started, warnings=undone,
             )  # fmt: skip
             write_curve(record, out / FIGURE)
             write_json(out / RECORD, record.content())

@@ -15,7 +15,7 @@ from torch import nn
 
 from frozencore.adapter.bank import CoreStack
 from frozencore.adapter.bases import basis_id, save_basis
-from frozencore.adapter.card import CARD_FILE, with_scores, write_model_card
+from frozencore.adapter.card import write_model_card
 from frozencore.adapter.core import Core
 from frozencore.adapter.folders import SavedAdapter, read_adapter
 from frozencore.adapter.swap import swap_core
@@ -25,7 +25,7 @@ from frozencore.files.adapter_folder import UNFINISHED_FOLDER
 from frozencore.files.atomic_write import atomic_folder, write_json, write_text
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
 from frozencore.text import Progress, as_stage, num_of, one_line
-from frozencore.tune.adapt import Adapted, adapt, starting_core, with_rate
+from frozencore.tune.adapt import Adapted, adapt, starting_core, undone_by_rounding, with_rate
 from frozencore.tune.adapters import save_adapter
 from frozencore.tune.calibration_record import CalibratedAdapter
 from frozencore.tune.config import RunConfig, as_flags, as_json, run_options
@@ -139,6 +139,7 @@ def execute_many(
             company=TenantGroup(tenants=len(to_train), slots=min(num_slots, len(to_train))),
             memory=memory,
             started=started,
+            start=start,
         )
 
         def key_of(name: str) -> dict[str, Any]:
@@ -206,9 +207,7 @@ class AdapterTemplate:
 
     def write(self, out: Path, core: Core, after: Score) -> None:
         """Write a tenant's adapter."""
-        self.saved.write(out, core)
-        card = out / CARD_FILE
-        card.write_text(with_scores(card.read_text(encoding="utf-8"), headline(after)), encoding="utf-8")
+        self.saved.write(out, core, scores=headline(after))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +221,7 @@ class Finisher:
         rows_of: The rows and the recipe of each tenant.
         before: Held-out loss of the base model on each tenant's rows.
         started: ``time.perf_counter()`` when the run began.
+        start: The core that the tenants start from; None for zero.
     """
 
     inputs: Inputs
@@ -234,10 +234,12 @@ class Finisher:
     company: TenantGroup
     memory: PeakMemory
     started: float
+    start: Core | None
+    warnings: dict[str, tuple[str, ...]] = field(default_factory=dict)
     outcomes: dict[str, TenantOutcome] = field(default_factory=dict)
 
     def __call__(self, ended: Mapping[str, Trained]) -> None:
-        ended = {name: replace(one, core=self._in_bits(name, one.core)) for name, one in ended.items()}
+        ended = {name: self._rounded(name, one) for name, one in ended.items()}
         losses = self._held_out({name: one.core for name, one in ended.items() if one.core is not None})
         for name, trained in ended.items():
             why = trained.diverged
@@ -246,9 +248,13 @@ class Finisher:
             self.outcomes[name] = self._finish(name, trained, losses.get(name, math.nan), why)
             unfinished_file(self.folder, name).unlink(missing_ok=True)
 
-    def _in_bits(self, name: str, core: Core | None) -> Core | None:
-        bits = self.rows_of[name][0].config.method.bits
-        return core and core.in_bits(bits, self.template.saved.ranks)
+    def _rounded(self, name: str, trained: Trained) -> Trained:
+        if trained.core is None:
+            return trained
+        bits = self.rows_of[name][0].config.method.saved_bits
+        core = trained.core.in_bits(bits, self.template.saved.ranks)
+        self.warnings[name] = undone_by_rounding(self.start, trained.core, core)
+        return replace(trained, core=core)
 
     def _held_out(self, cores: Mapping[str, Core]) -> dict[str, float]:
         if not cores:
@@ -295,10 +301,12 @@ class Finisher:
             recipe,
             trained.report,
             (Score(self.before[name]), after),
+            core=trained.core,
             hashes={**rows, **self.hashes},
             folder=folder,
             memory=self.memory,
             started=self.started,
+            warnings=self.warnings[name],
             company=self.company,
         )
         write_json(folder / RECORD, record.content())
