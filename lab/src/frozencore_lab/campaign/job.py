@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from frozencore.tune.load import Base, Inputs
     from frozencore.tune.run_rows import RowCache
     from frozencore.tune.scoring.score import Score
-    from frozencore_lab.campaign.shared_moments import SharedWork
+
+
+class Shared(Protocol):
+    """Moments and bases that the runs of a campaign share."""
+
+    def of(self, config: RunConfig, inputs: Inputs, progress: Progress) -> Precomputed | None:
+        """Those of one run; None if it computes its own."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Work:
     base: Base
     rows: RowCache
     base_scores: dict[str, Score]
-    shared: SharedWork | None
+    shared: Shared | None
 
     def inputs(self, config: RunConfig) -> tuple[Inputs, Precomputed | None]:
         """The model with the rows of a configuration, and the moments and bases that it shares."""
