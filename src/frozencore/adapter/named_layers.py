@@ -108,7 +108,8 @@ def key_for(keys: Collection[str], layer: str) -> str | None:
     return key if key in keys else None
 
 
-def _is_end_of(name: str, layer: str) -> bool:
+def is_end_of(name: str, layer: str) -> bool:
+    """Whether this names a layer: the layer's full name, or its end after a dot."""
     return layer == name or layer.endswith(f".{name}")
 
 
@@ -168,7 +169,7 @@ def attention_projections(model: nn.Module) -> list[str]:
     inside = [name for name in found if text is None or name.startswith(f"{text}.")]
     if len(inside) < len(found):
         return inside
-    return [end for end in ends if any(_is_end_of(end, name) for name in found)]
+    return [end for end in ends if any(is_end_of(end, name) for name in found)]
 
 
 def linear_names(model: nn.Module) -> list[str]:
@@ -297,7 +298,7 @@ def require_tokens(indices: Any, model: nn.Module) -> None:
     by_name = indices if isinstance(indices, dict) else {None: indices}
     for name, tokens in by_name.items():
         for module_name, module in model.named_modules():
-            is_named = isinstance(module, nn.Embedding) if name is None else _is_end_of(name, module_name)
+            is_named = isinstance(module, nn.Embedding) if name is None else is_end_of(name, module_name)
             weight: Any = getattr(module, "weight", None)
             if is_named and weight is not None and tokens and max(tokens) >= len(weight):
                 raise ConfigError(

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as of_transformers
 
-from frozencore.adapter.named_layers import linear_names
+from frozencore.adapter.named_layers import is_end_of, linear_names
 from frozencore.device import computes_fast, memory_of, resolve_device
 from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_file import file_of
@@ -218,7 +218,7 @@ def _require_each(model: nn.Module, targets: Sequence[str]) -> None:
     """Refuse a name that matches no layer; otherwise a typo among several names would not be noticed."""
     present = {name for name, _ in model.named_modules()}
     for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in present):
+        if not any(is_end_of(target, name) for name in present):
             raise ConfigError(
                 f"--targets {target!r} matches no layer of this model. Its linear layers are called "
                 f"{', '.join(linear_names(model))}; or use all-linear."
