@@ -49,7 +49,7 @@ def test_tune_shows_the_score_and_seconds_that_add_up_and_writes_the_record(run:
     whole, rest = map(float, re.search(r"In all: ([\d.]+) s, ([\d.]+) s of it", out).groups())  # type: ignore[union-attr]
     assert {"Start", "Load model and rows", "Hash the model", "Calibrate", "Train"} <= seconds.keys()
     assert sum(seconds.values()) + rest == pytest.approx(whole, abs=1.0)  # each is rounded
-    stages = ("Calibrate", "Build the bases", "Measure the rate")
+    stages = ("Calibrate", "Build the bases", "Measure the rate", "Try the rate")
     assert sum(seconds[stage] for stage in stages) <= record["calibration_s"] + 0.2  # it holds adding the adapter too
 
 

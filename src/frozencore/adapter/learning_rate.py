@@ -82,8 +82,12 @@ def proposed_learning_rate(
             step = torch.split(gradient.sign() * -rate, [core.numel() for core in cores])
             for core, part in zip(cores, step, strict=True):
                 core.data.copy_(part.view_as(core))
+            total = 0.0
             with raise_on_any_rank(), torch.no_grad():
-                total = sum(float(_summed_loss(model, example, spec)) for example in examples)
+                for number, example in enumerate(examples, start=1):
+                    total += float(_summed_loss(model, example, spec))
+                    if progress is not None:
+                        progress("try rate", number, len(examples), f"{rate:.1e}")
             return float(sum_over_ranks(torch.tensor(total, dtype=torch.float64)))
 
         rate = FISHER_STEP / math.sqrt(mean_square(float(squares), gradient, num_batches, num_examples))

@@ -21,6 +21,7 @@ LABELS = {
     "calibration": "Calibrate",
     "bases": "Build the bases",
     "rate": "Measure the rate",
+    "try rate": "Try the rate",
     "length": "Find a step's length",
     "train": "Train",
     "validate": "Score validation rows",

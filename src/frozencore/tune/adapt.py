@@ -178,7 +178,7 @@ def adapt(
     return Adapted(model, targets, made)
 
 
-def rate_for(model: Any, pad_id: int, rows: Sequence[TokenRow]) -> float | None:
+def rate_for(model: Any, pad_id: int, rows: Sequence[TokenRow], progress: Progress) -> float | None:
     """The learning rate that the calibration of the basis proposed; without one it is measured on training rows.
 
     None where the gradients of the cores are zero or not finite.
@@ -186,11 +186,12 @@ def rate_for(model: Any, pad_id: int, rows: Sequence[TokenRow]) -> float | None:
     rate: float | None = model.peft_config["default"].learning_rate
     if rate is None:
         batches = make_batches(rows, pad_id=pad_id, batch_size=1)
-        rate = proposed_learning_rate(model, frozen_core_layers(model, "default"), "default", batches)
+        layers = frozen_core_layers(model, "default")
+        rate = proposed_learning_rate(model, layers, "default", batches, progress=progress)
     return rate
 
 
-def with_rate(recipe: Recipe, model: Any, pad_id: int, rows: Sequence[TokenRow]) -> Recipe:
+def with_rate(recipe: Recipe, model: Any, pad_id: int, rows: Sequence[TokenRow], progress: Progress) -> Recipe:
     """A recipe with a learning rate: its own, else :func:`rate_for`.
 
     Raises:
@@ -198,7 +199,7 @@ def with_rate(recipe: Recipe, model: Any, pad_id: int, rows: Sequence[TokenRow])
     """
     if recipe.learning_rate is not None:
         return recipe
-    if (rate := rate_for(model, pad_id, rows)) is None:
+    if (rate := rate_for(model, pad_id, rows, progress)) is None:
         raise ConfigError("The gradients of the cores are zero or not finite: no rate is known. Give --learning-rate.")
     return replace(recipe, learning_rate=rate)
 

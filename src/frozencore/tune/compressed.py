@@ -139,7 +139,7 @@ def score_cores(
         tenant_rows = rows[name]
         swap_core(model, shop / name / ADAPTER)
         scores[name]["compressed"] = _score(inputs, tenant_rows, model.eval(), f"{name}, compressed", progress)
-        rate = rate_for(model, inputs.encoder.pad_id, tenant_rows.rows.train)
+        rate = rate_for(model, inputs.encoder.pad_id, tenant_rows.rows.train, as_stage(progress, f"rate of {name}"))
         if rate is None:
             scores[name]["trained on"] = "No rate is known: the gradients of the core are zero or not finite."
             continue

@@ -123,7 +123,7 @@ def execute(
                 if is_first:
                     save_start(adapted, method, out / START)
 
-        recipe = with_rate(recipe, adapted.model, inputs.encoder.pad_id, inputs.rows.train)
+        recipe = with_rate(recipe, adapted.model, inputs.encoder.pad_id, inputs.rows.train, progress)
         if start is not None:
             swap_core(adapted.model, start)
         report = train(

@@ -124,7 +124,7 @@ def execute_many(
             )
         for name in to_train:
             tenant = tenants[name]
-            recipe = with_rate(tenant.recipe, adapted.model, inputs.encoder.pad_id, tenant.rows)
+            recipe = with_rate(tenant.recipe, adapted.model, inputs.encoder.pad_id, tenant.rows, progress)
             tenants[name] = replace(tenant, recipe=recipe)
         if start is not None:
             swap_core(adapted.model, start)
