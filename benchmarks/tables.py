@@ -133,6 +133,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
     "docs/learning-rate.md": {
         "rates": (rates.table_of, "rates.jsonl"),
         "rates-means": (rates.means_of, "rates.jsonl"),
+        "rates-others": (rates.others_table, "rates.jsonl"),
     },
     "docs/sharing.md": {
         "datasets": (datasets_quality.arms_table, "datasets-quality.jsonl"),
