@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from contestants import ATTENTION
 from frozencore import calibrate, swap_core
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune.adapt import calibration_batches
@@ -44,10 +45,10 @@ def recipe(rate: float) -> Recipe:
 
 def measure_cores(
     model: nn.Module, pad_id: int, rows: list[TokenRow], held_out: list[TokenRow], rates: list[float],
-    factors: list[float], about: Record, results: Results,
+    factors: list[float], about: Record, results: Results, targets: tuple[str, ...] | str,
 ) -> None:  # fmt: skip
     """Add the lines of a core at the proposed rate, at its multiples and at the given ones, on one basis."""
-    with adapted(model, about["method"], about["rank"]) as core:
+    with adapted(model, about["method"].partition(",")[0], about["rank"], targets=targets) as core:
         proposed = calibrate(core, calibration_batches(rows, pad_id), progress=False).learning_rate
         tenants = {"proposed": proposed, **{f"{rate:g}": rate for rate in rates}}
         tenants |= {f"x{factor:g}": factor * proposed for factor in factors}
@@ -64,7 +65,14 @@ def measure_cores(
                 results.add({**about, "arm": arm, "rate": float(f"{rate:.3g}"), **found})
 
 
-MODELS = {"smollm2": "SmolLM2-135M", "half": "Qwen2.5-Coder-0.5B", "coder": "Qwen2.5-Coder-1.5B"}
+MODELS = {
+    "smollm2": "SmolLM2-135M",
+    "half": "Qwen2.5-Coder-0.5B",
+    "spread-0": "tiny1m",
+    "spread-1": "tiny1m, uneven",
+    "spread-2": "tiny1m, very uneven",
+}
+ALL_LINEAR = ", all linear layers"
 KINDS = {"fcca": "FCCA", "rawgrad": "RawGrad", "eva": "EVA", "random": "Random"}
 RANK = 16
 FACTORS = {"x0.5": "half of it", "proposed": "proposed rate", "x2": "twice"}
@@ -127,7 +135,7 @@ def others_table(lines: list[Record]) -> str:
     """The mean loss of cores at the proposed rate, at half and at twice of it, by constructor and rank."""
     found: dict[tuple[str, str, int], dict[str, dict[str, Record]]] = {}
     for line in lines:
-        if line["method"] in KINDS and line["arm"] in FACTORS:
+        if line["method"].partition(",")[0] in KINDS and line["arm"] in FACTORS:
             place = line["model"], line["method"], line["rank"]
             found.setdefault(place, {}).setdefault(line["set"], {})[line["arm"]] = line
     rows = []
@@ -136,7 +144,15 @@ def others_table(lines: list[Record]) -> str:
         if whole:
             losses = (f"{np.mean([arms[arm]['loss'] for arms in whole]):.3f}" for arm in FACTORS)
             middle = f"{np.median([arms['proposed']['rate'] for arms in whole]):.2g}"
-            rows.append([f"{MODELS[model]}, {KINDS[method]}, r = {rank}", str(len(whole)), middle, *losses])
+            kind, _, layers = method.partition(",")
+            rows.append(
+                [
+                    f"{MODELS[model]}, {KINDS[kind]}, r = {rank}{layers and f',{layers}'}",
+                    str(len(whole)),
+                    middle,
+                    *losses,
+                ]
+            )
     return table(["core", "data sets", "median rate", *(f"loss, {name}" for name in FACTORS.values())], rows)
 
 
@@ -152,6 +168,7 @@ def main() -> None:
     parser.add_argument("--sets", default="reviews", help="names of data sets, separated by commas")
     parser.add_argument("--methods", default="fcca")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--all-linear", action="store_true", help="Cores on all linear layers, not on attention alone.")
     parser.add_argument("--rates", default="", help="rates of the core beside the proposed one")
     parser.add_argument("--factors", default="", help="further rates of the core, as multiples of the proposed one")
     parser.add_argument("--lora-rates", default="", help="rates of a LoRA of rank 16")
@@ -177,8 +194,10 @@ def main() -> None:
             (loss,) = held_out_losses(model, [held_out], pad_id=encoder.pad_id)
             results.add({**base, "loss": loss})
         for method in options.methods.split(","):
-            about = {**place, "method": method, "rank": options.rank}
-            measure_cores(model, encoder.pad_id, rows, held_out, rates, factors, about, results)
+            everywhere = options.all_linear
+            about = {**place, "method": method + ALL_LINEAR * everywhere, "rank": options.rank}
+            targets = "all-linear" if everywhere else ATTENTION
+            measure_cores(model, encoder.pad_id, rows, held_out, rates, factors, about, results, targets)
         for rate in lora_rates:
             about = {**place, "method": "lora", "rank": 16, "arm": f"{rate:g}"}
             if not results.get(about):

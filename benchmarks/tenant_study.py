@@ -388,10 +388,16 @@ class Study:
 
 @contextmanager
 def adapted(
-    model: nn.Module, method: str, rank: int, seed: int = SEED, layers: Mapping[str, LayerBasis] | None = None
+    model: nn.Module,
+    method: str,
+    rank: int,
+    seed: int = SEED,
+    layers: Mapping[str, LayerBasis] | None = None,
+    *,
+    targets: tuple[str, ...] | str = ATTENTION,
 ) -> Iterator[PeftModel]:
-    """The model with a new adapter on the attention layers, which is unloaded afterwards."""
-    options = MethodConfig(name=method, r=rank, target_modules=ATTENTION, seed=seed)
+    """The model with a new adapter, by default on the attention layers, which is unloaded afterwards."""
+    options = MethodConfig(name=method, r=rank, target_modules=targets, seed=seed)
     made = add_adapter(METHODS[method], model, options, layers)
     try:
         yield made
