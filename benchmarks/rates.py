@@ -69,9 +69,10 @@ MODELS = {
     "smollm2": "SmolLM2-135M",
     "half": "Qwen2.5-Coder-0.5B",
     "spread-0": "tiny1m",
-    "spread-1": "tiny1m, uneven",
-    "spread-2": "tiny1m, very uneven",
+    "spread-1": "tiny1m, spread 1",
+    "spread-2": "tiny1m, spread 2",
 }
+"""Models by folder; a spread is that with which rescale.py widens the channels."""
 ALL_LINEAR = ", all linear layers"
 KINDS = {"fcca": "FCCA", "rawgrad": "RawGrad", "eva": "EVA", "random": "Random"}
 RANK = 16
@@ -145,14 +146,8 @@ def others_table(lines: list[Record]) -> str:
             losses = (f"{np.mean([arms[arm]['loss'] for arms in whole]):.3f}" for arm in FACTORS)
             middle = f"{np.median([arms['proposed']['rate'] for arms in whole]):.2g}"
             kind, _, layers = method.partition(",")
-            rows.append(
-                [
-                    f"{MODELS[model]}, {KINDS[kind]}, r = {rank}{layers and f',{layers}'}",
-                    str(len(whole)),
-                    middle,
-                    *losses,
-                ]
-            )
+            core = f"{MODELS[model]}, {KINDS[kind]}, r = {rank}" + (f",{layers}" if layers else "")
+            rows.append([core, str(len(whole)), middle, *losses])
     return table(["core", "data sets", "median rate", *(f"loss, {name}" for name in FACTORS.values())], rows)
 
 
