@@ -121,7 +121,7 @@ def test_a_core_trained_on_is_saved_if_its_score_is_a_number_and_the_rest_is_sho
     import frozencore.tune.compressed as compressed
 
     monkeypatch.setattr(compressed, "SHARE_OF_RATE", 1.0)
-    monkeypatch.setattr("frozencore.tune.adapt.proposed_learning_rate", lambda *_: rate)
+    monkeypatch.setattr("frozencore.tune.adapt.proposed_learning_rate", lambda *_, **__: rate)
     words = ["compress", loras / "anna", "--rank", 4, "--out", tmp_path / "shop", "--model", "pocket"]
     (rows := tmp_path / "rows").mkdir()
     (rows / "anna.jsonl").write_bytes((loras / "rows/anna.jsonl").read_bytes())

@@ -9,6 +9,7 @@ import typer
 
 from frozencore.cli.display import console
 from frozencore.cli.flags import flag
+from frozencore.constructors import BasisOptions
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
 from frozencore.files.atomic_write import check_output, require_writable
@@ -125,7 +126,7 @@ def merge(
     check_output(output, overwrite=None, reads=folders[0])
     from frozencore.adapter.folders import merge_adapters
 
-    bits = bits or default_bits(int(read_config(folders[0])["r"]))
+    bits = bits or default_bits(read_config(folders[0]).get("r", BasisOptions.r))
     merge_adapters(folders, output, weights=shares, bits=bits)
     console.print(f"Adapter: {output}   {sum(file.stat().st_size for file in output.iterdir()):,} bytes")
     if bits < 32:
