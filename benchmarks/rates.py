@@ -73,6 +73,7 @@ MODELS = {
     "spread-2": "tiny1m, spread 2",
 }
 """Models by folder; a spread is that with which rescale.py widens the channels."""
+COMPARED_MODELS = "smollm2", "half"
 ALL_LINEAR = ", all linear layers"
 KINDS = {"fcca": "FCCA", "rawgrad": "RawGrad", "eva": "EVA", "random": "Random"}
 RANK = 16
@@ -112,7 +113,7 @@ def table_of(lines: list[Record]) -> str:
 def means_of(lines: list[Record]) -> str:
     """What other choices of the rate have above the proposed one, in the mean over the data sets that have both."""
     rows = []
-    for model, shown in MODELS.items():
+    for model, shown in ((name, MODELS[name]) for name in COMPARED_MODELS):
         found: dict[str, dict[str, float]] = {}
         for line in (line for line in lines if line["model"] == model and line["loss"] is not None):
             if (line["method"], line["rank"]) == ("fcca", RANK):
