@@ -32,7 +32,7 @@ from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import overhead_tokens_of
 from harness import ROOT, Record, parser_of, study_file, table, with_range
-from tenant_study import Results, adapted, rows_of, study_model, zero_core
+from tenant_study import RANK, Results, adapted, rows_of, study_model, zero_core
 from tenant_tables import with_interval
 
 TRAIN, HELD_OUT, ROWS_A_STEP, EPOCHS, WARMUP, SEED = 128, 96, 8, 2, 0.1, 42
@@ -76,7 +76,6 @@ MODELS = {
 COMPARED_MODELS = "smollm2", "half"
 ALL_LINEAR = ", all linear layers"
 KINDS = {"fcca": "FCCA", "rawgrad": "RawGrad", "eva": "EVA", "random": "Random"}
-RANK = 16
 FACTORS = {"x0.5": "half of it", "proposed": "proposed rate", "x2": "twice"}
 FIXED = 1e-2  # the default before rates were measured
 LORA_DEFAULT = 2e-4
@@ -113,7 +112,7 @@ def table_of(lines: list[Record]) -> str:
 def means_of(lines: list[Record]) -> str:
     """What other choices of the rate have above the proposed one, in the mean over the data sets that have both."""
     rows = []
-    for model, shown in ((name, MODELS[name]) for name in COMPARED_MODELS):
+    for model in COMPARED_MODELS:
         found: dict[str, dict[str, float]] = {}
         for line in (line for line in lines if line["model"] == model and line["loss"] is not None):
             if (line["method"], line["rank"]) == ("fcca", RANK):
@@ -129,7 +128,7 @@ def means_of(lines: list[Record]) -> str:
                 differences = np.array([[found[arm][name] - proposed[name]] for name in both])
                 found_apart = with_interval(differences, both)
                 means = (f"{np.mean([of[name] for name in both]):.3f}" for of in (proposed, found[arm]))
-                rows.append([f"{shown}: {title}", str(len(both)), *means, with_range(found_apart, "+.3f")])
+                rows.append([f"{MODELS[model]}: {title}", str(len(both)), *means, with_range(found_apart, "+.3f")])
     return table(["beside the proposed rate", "data sets", "proposed", "this", "this minus proposed"], rows)
 
 
@@ -163,7 +162,7 @@ def main() -> None:
     parser.add_argument("--data-root", type=Path, help="a folder of folders with NAME.train.jsonl and NAME.eval.jsonl")
     parser.add_argument("--sets", default="reviews", help="names of data sets, separated by commas")
     parser.add_argument("--methods", default="fcca")
-    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rank", type=int, default=RANK)
     parser.add_argument("--all-linear", action="store_true", help="Cores on all linear layers, not on attention alone.")
     parser.add_argument("--rates", default="", help="rates of the core beside the proposed one")
     parser.add_argument("--factors", default="", help="further rates of the core, as multiples of the proposed one")
@@ -190,9 +189,8 @@ def main() -> None:
             (loss,) = held_out_losses(model, [held_out], pad_id=encoder.pad_id)
             results.add({**base, "loss": loss})
         for method in options.methods.split(","):
-            everywhere = options.all_linear
-            about = {**place, "method": method + ALL_LINEAR * everywhere, "rank": options.rank}
-            targets = "all-linear" if everywhere else ATTENTION
+            about = {**place, "method": method + ALL_LINEAR * options.all_linear, "rank": options.rank}
+            targets = "all-linear" if options.all_linear else ATTENTION
             measure_cores(model, encoder.pad_id, rows, held_out, rates, factors, about, results, targets)
         for rate in lora_rates:
             about = {**place, "method": "lora", "rank": 16, "arm": f"{rate:g}"}

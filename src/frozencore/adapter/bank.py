@@ -44,11 +44,10 @@ class CoreStack:
         self, model: nn.Module, num_slots: int, *, adapter_name: str = "default", dtype: torch.dtype = torch.float32
     ) -> None:
         self.model, self.adapter = model, LoadedAdapter.of(model, adapter_name)
-        self.layers = dict(sorted(self.adapter.layers.items()))
         self.adapter.config.require_core_alone(
             f"the adapter {adapter_name!r}", "Rows and tenants share all but their cores"
         )
-        require_unmerged(self.layers.values())
+        require_unmerged(self.adapter.layers.values())
         require_set(self.adapter.bases)
         self.ranks, self.basis_id = self.adapter.ranks, self.adapter.basis_id
         on_device: dict[torch.device, dict[str, int]] = {}
@@ -79,8 +78,8 @@ class CoreStack:
     def with_cores(self, cores: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Use a core (rows x r x r) of each layer for each row of every batch inside."""
         configs: Any = self.model.peft_config
-        others = other_modules(self.model, self.layers) if len(configs) > 1 else []
-        return cores_of_rows(self.model, self.layers, self.adapter.name, cores, others)
+        others = other_modules(self.model, self.adapter.layers) if len(configs) > 1 else []
+        return cores_of_rows(self.model, self.adapter.layers, self.adapter.name, cores, others)
 
 
 class PackedSlots:
@@ -199,7 +198,7 @@ class CoreBank(CoreStack):
         """
         if name is None:
             raise ConfigError("A core has a name, but None was given, which is the base model in a batch.")
-        require_unmerged(self.layers.values())
+        require_unmerged(self.adapter.layers.values())
         self.adapter.require_basis(self.basis_id)
         core = read_core(source, self.basis_id)
         core.require_size(sum(r * r for r in self.ranks.values()))
@@ -267,7 +266,7 @@ class CoreBank(CoreStack):
         buffers, gathered = self._buffers[self._depth], {}
         places: dict[tuple[torch.device, int], Tensor] = {}
         for name, buffer in buffers.items():
-            kind = (buffer.device, times(self.layers[name]))
+            kind = (buffer.device, times(self.adapter.layers[name]))
             if kind not in places:
                 places[kind] = torch.tensor(slots, device=kind[0]).repeat_interleave(kind[1])
             num_rows = len(places[kind])

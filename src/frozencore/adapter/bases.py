@@ -26,8 +26,8 @@ def adapter_for_new_bases(model: nn.Module, adapter_name: str | None, *, reset: 
                 f"Calibration looks at the base weights, but layer {name!r} has an adapter merged into them. "
                 "Call unmerge_adapter() first."
             )
-    for name, R in adapter.cores.items():
-        if not reset and bool(R.any()):
+    for name, layer in adapter.layers.items():
+        if not reset and bool(layer.core(adapter.name).any()):
             raise CalibrationError(
                 f"The core of layer {name!r} is not zero: a new basis under it would change what it means. "
                 "Pass reset=True to give up what it learned."

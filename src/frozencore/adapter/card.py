@@ -60,7 +60,7 @@ def write_model_card(
         if is_lora
         else f"frozen core, {_code(config['constructor'])}",
         "Rank": config["r"],
-        **_sizes(path.with_name(WEIGHTS_FILE)),
+        **_sizes_in(path.with_name(WEIGHTS_FILE)),
         "Layers": ", ".join(map(_code, _listed(config["target_modules"]))),
         "Calibrated on": calibration or num_tokens(config.get("calibration_tokens")),
         "Scores": _in_words(scores or {}) or None,
@@ -97,9 +97,9 @@ def with_scores(card: str, scores: Mapping[str, float | str]) -> str:
     return re.sub(r"^- Scores: .*\n", lambda _: line, card, flags=re.MULTILINE)
 
 
-def with_sizes(card: str, directory: Path) -> str:
-    """The text of a card that shows the values and bytes of the weights in a folder."""
-    for name, size in _sizes(directory / WEIGHTS_FILE).items():
+def with_sizes(card: str, core: Core, num_bytes: int) -> str:
+    """The text of a card that shows the values of a core, and the bytes of the file that has it."""
+    for name, size in _sizes(core, num_bytes).items():
         card = re.sub(rf"^- {name}: .*$", f"- {name}: {size}", card, count=1, flags=re.MULTILINE)
     return card
 
@@ -122,16 +122,20 @@ def _with_section(text: str, section: str) -> str:
     return f"{text.rstrip()}\n\n{section}\n"
 
 
-def _sizes(weights: Path) -> dict[str, str]:
-    """The number of values of a file's core with their bits, and the size of the file."""
+def _sizes_in(weights: Path) -> dict[str, str]:
+    """The sizes of a file's core, if it has one, and of the file."""
     if not weights.is_file():
         return {}
     with safe_open(weights, framework="pt") as stored:
-        tensors = {key: stored.get_tensor(key) for key in stored.keys() if is_core_key(key)}  # noqa: SIM118
-    size = {"Saved in": bytes_in_words(weights.stat().st_size)}
-    if not tensors:
+        tensors = {key: stored.get_tensor(key) for key in stored.keys() if is_core_key(key)}  # noqa: SIM118 - no mapping
+    return _sizes(Core.read(str(weights), tensors) if tensors else None, weights.stat().st_size)
+
+
+def _sizes(core: Core | None, num_bytes: int) -> dict[str, str]:
+    """The number of a core's values with their bits, and the bytes of its file."""
+    size = {"Saved in": bytes_in_words(num_bytes)}
+    if core is None:
         return size
-    core = Core.read(str(weights), tensors)
     bits = "" if core.bits == 32 else f", of {core.bits} bits"
     return {"Trained values": f"{len(core.values):,}{bits}", **size}
 

@@ -85,7 +85,8 @@ class SavedAdapter:
                 card = (self.folder / CARD_FILE).read_text(encoding="utf-8")
                 if scores is not None:
                     card = with_scores(card, scores)
-                (aside / CARD_FILE).write_text(with_sizes(card, aside), encoding="utf-8")
+                num_bytes = (aside / WEIGHTS_FILE).stat().st_size
+                (aside / CARD_FILE).write_text(with_sizes(card, core, num_bytes), encoding="utf-8")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

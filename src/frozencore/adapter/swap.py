@@ -31,7 +31,7 @@ class ReadyCore:
 
     basis_id: str
     adapter: LoadedAdapter
-    cores: tuple[Tensor, ...]
+    cores: Mapping[str, Tensor]
 
     def swap_in(self) -> None:
         """Copy the core into the loaded adapter.
@@ -44,7 +44,8 @@ class ReadyCore:
         require_unmerged(adapter.layers.values())
         adapter.require_basis(self.basis_id)
         with torch.no_grad():
-            torch._foreach_copy_(list(adapter.cores.values()), list(self.cores))
+            current = [adapter.layers[name].core(adapter.name) for name in self.cores]
+            torch._foreach_copy_(current, list(self.cores.values()))
         for layer in adapter.layers.values():
             layer.frozencore_state[adapter.name] = BasisState.READY
 
@@ -69,7 +70,7 @@ def prepare_swap(model: nn.Module, source: CoreSource, *, adapter_name: str = "d
     require_unmerged(adapter.layers.values())
     here = adapter.basis_id
     parts = read_core(source, here).by_layer(adapter.ranks)
-    cores = tuple(parts[name].to(R.device, R.dtype, copy=True) for name, R in adapter.cores.items())
+    cores = {name: parts[name].to(R.device, R.dtype, copy=True) for name, R in adapter.cores.items()}
     return ReadyCore(here, adapter, cores)
 
 

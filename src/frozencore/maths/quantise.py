@@ -18,8 +18,8 @@ from frozencore.device import torch
 BITS = (8, 4, 2)
 Bits = Annotated[
     Literal[32, 8, 4, 2] | None,
-    "Bits of a value of a saved core. With fewer than 32 each value is at the nearest level. Default: 4, below rank 16 "
-    "8.",
+    "Bits of a value of a saved core. With fewer than 32 each value is at the nearest level. Default: 4, or 8 "
+    "below rank 16.",
 ]
 NUM_CLIPS, NUM_FITS = 16, 4
 """Clips from a quarter of the largest value to all of it, and least-squares steps after the best one."""

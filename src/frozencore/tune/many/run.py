@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -122,9 +123,9 @@ def execute_many(
                 pad_id=inputs.encoder.pad_id,
                 progress=as_stage(progress, "score base"),
             )
-        for name in to_train:
-            tenant = tenants[name]
-            recipe = with_rate(tenant.recipe, adapted.model, inputs.encoder.pad_id, tenant.rows, progress)
+        for number, name in enumerate(to_train, start=1):
+            tenant, of_tenant = tenants[name], partial(_measuring, progress, number, len(to_train))
+            recipe = with_rate(tenant.recipe, adapted.model, inputs.encoder.pad_id, tenant.rows, of_tenant)
             tenants[name] = replace(tenant, recipe=recipe)
         if start is not None:
             swap_core(adapted.model, start)
@@ -210,6 +211,11 @@ class AdapterTemplate:
         self.saved.write(out, core, scores=headline(after))
 
 
+def _measuring(progress: Progress, number: int, total: int, *_: object) -> None:
+    """Report whose rate is measured, with a line for all tenants and not for each."""
+    progress("rate", number, total)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finisher:
     """Score, save and record tenants when they end.
@@ -235,7 +241,6 @@ class Finisher:
     memory: PeakMemory
     started: float
     start: Core | None
-    warnings: dict[str, tuple[str, ...]] = field(default_factory=dict)
     outcomes: dict[str, TenantOutcome] = field(default_factory=dict)
 
     def __call__(self, ended: Mapping[str, Trained]) -> None:
@@ -253,8 +258,7 @@ class Finisher:
             return trained
         bits = self.rows_of[name][0].config.method.saved_bits
         core = trained.core.in_bits(bits, self.template.saved.ranks)
-        self.warnings[name] = undone_by_rounding(self.start, trained.core, core)
-        return replace(trained, core=core)
+        return replace(trained, core=core, warnings=undone_by_rounding(self.start, trained.core, core))
 
     def _held_out(self, cores: Mapping[str, Core]) -> dict[str, float]:
         if not cores:
@@ -306,7 +310,7 @@ class Finisher:
             folder=folder,
             memory=self.memory,
             started=self.started,
-            warnings=self.warnings[name],
+            warnings=trained.warnings,
             company=self.company,
         )
         write_json(folder / RECORD, record.content())

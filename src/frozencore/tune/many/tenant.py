@@ -95,11 +95,13 @@ class Trained:
         core: The last core or the selected one, float32 on the CPU; None after a divergence.
         report: Steps and losses; seconds are the tenant's share of each step, by tokens.
         diverged: The reason in one line if it diverged; None otherwise.
+        warnings: Those of the rounding of its core.
     """
 
     core: Core | None
     report: TrainingReport
     diverged: str | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass
