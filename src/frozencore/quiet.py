@@ -1,4 +1,4 @@
-"""Change other libraries for a while: hide warnings that do not concern our users, set attributes."""
+"""Change other libraries for a while: hide or collect their warnings, set attributes."""
 
 from __future__ import annotations
 
@@ -46,6 +46,20 @@ def quiet_imports() -> Iterator[None]:
     finally:
         for logger in added:
             logger.removeFilter(_is_of_use)
+
+
+@contextmanager
+def collect_warnings() -> Iterator[list[str]]:
+    """Collect the messages of user warnings inside, each once, in place of showing them; hidden ones stay hidden.
+
+    Yields:
+        A list that is filled at the end.
+    """
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", append=True)  # after what is hidden, so that this stays so
+        yield messages
+    messages += sorted({str(one.message) for one in caught if one.category is UserWarning})
 
 
 @contextmanager

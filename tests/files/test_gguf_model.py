@@ -124,6 +124,21 @@ def test_a_run_on_a_gguf_file_is_quiet_scored_again_and_exported(kind: str, comm
     assert "config file" not in err
     record = json.loads((tmp_path / "run" / "result.json").read_text())
     assert fingerprint_model(tiny_model(kind)) in json.dumps(record)
+    fresh = (
+        "--task",
+        "pocket-sentiment",
+        "--rank",
+        "2",
+        "--num-train",
+        "16",
+        "--num-evaluation",
+        "4",
+        "--calibration-size",
+        "8",
+    )
+    status, out, err = command("calibrate", "--model", file, *fresh, "--device", "cpu", "--out", tmp_path / "basis")
+    assert status == 0, err
+    assert "config file" not in out + err
     adapter = tmp_path / "run" / "adapter"
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(file)
     scored = ("--task", "pocket-sentiment", "--num-evaluation", "4", "--device", "cpu", "--out", tmp_path / "scores")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from frozencore.cli.inspect import calibration_summary
 from frozencore.cli.run_screen import of_setup, of_start, run_summary, sample_lines, size_lines
 from frozencore.cli.stages import StageDisplay
 from frozencore.errors import FrozenCoreError, RankError
+from frozencore.quiet import collect_warnings
 from frozencore.text import bytes_in_words, num_of
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import RunConfig
@@ -104,10 +104,9 @@ def calibrate(
     Returns:
         The calibration, and its warnings.
     """
-    with warnings.catch_warnings(record=True) as caught, process_group():
-        warnings.simplefilter("always")
+    with collect_warnings() as messages, process_group():
         calibration = execute_calibration(config, output, progress, of_tenants=of_tenants)
-    return calibration, sorted({str(one.message) for one in caught if one.category is UserWarning})
+    return calibration, messages
 
 
 def print_calibration(calibration: Calibration, caught: list[str], output: Path, *, every_layer: bool) -> None:

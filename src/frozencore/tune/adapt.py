@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +30,7 @@ from frozencore.maths.basis import LayerBasis
 from frozencore.maths.capture import Capture, capture_or_none
 from frozencore.maths.moments import LayerMoments
 from frozencore.options import COMMAND_NAMES, without_lists
+from frozencore.quiet import collect_warnings
 from frozencore.text import Progress, flag_of, one_line
 from frozencore.tune.adapters import add_adapter, keep_start
 from frozencore.tune.calibration_record import Alignment, CalibratedAdapter, CalibrationSummary
@@ -154,8 +154,7 @@ def adapt(
         measure_rate: Measure a learning rate on the calibration rows, which is saved with the basis.
     """
     started, known, calibration = time.perf_counter(), precomputed or Precomputed(), None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with collect_warnings() as messages:
         model = add_adapter(config.entry, inputs.model, replace(config, target_modules=targets), known.bases)
         if known.bases is None and config.moments_needed:
             batches = own_share(calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id))
@@ -168,7 +167,6 @@ def adapt(
         captures = calibration.captures
     else:
         captures = _captures(model, known.moments) if config.entry.has_bases else {}
-    messages = sorted({str(one.message) for one in caught if one.category is UserWarning})
     made = CalibratedAdapter(
         calibration=None if calibration is None else CalibrationSummary.of(calibration),
         alignment=Alignment.of(captures),
