@@ -34,6 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -185,7 +186,7 @@ class Datasets(Sharing):
         jobs: list[Job] = [(name, rate) for name in names]
         loras = {job[0]: self.update_of(self.file_of("lora", rank, seed, job)) for job in jobs}
         for arm, ranks in every.items():
-            for other in ranks:
+            for other in (one for one in ranks if one <= rank * len(names)):  # so many directions they have in all
                 self.measure(
                     f"lora of {len(names)}, {arm}", other, jobs, partial(self.cut, arm, other, loras), seed=seed
                 )
@@ -399,6 +400,23 @@ def arms_table(lines: Sequence[Record]) -> str:
     heads = ["each data set has", "data sets", "learning rate"]
     of_all = f"of the {len(common)} of all"
     return table([*heads, f"loss {of_all}", "minus shared FCCA", f"exact match {of_all}, %", "minus shared FCCA"], rows)
+
+
+def cuts_table(lines: Sequence[Record]) -> str:
+    """LoRAs as cores of one basis, and each cut alone, beside the LoRAs themselves on the same data sets."""
+    whole, rows = ("lora", LORA), []
+    found = {(line["arm"], line["rank"], line["sources"]): line for line in lines if line.get("sources")}
+    for (arm, rank, sources), line in found.items():
+        at, name = (arm, rank), arm.removeprefix(f"lora of {sources}, ")
+        kept = fmean(by_set(lines, at, "kept").values())
+        with_share = line["value_bytes"] + line["basis_bytes"] / sources
+        cells = [f"{name}, r = {rank}", str(sources), f"{kept:.0%}", f"{line['value_bytes']:,}", f"{with_share:,.0f}"]
+        for measure, digits in DIGITS.items():
+            common = apart(lines, at, whole, measure)
+            cells += [f"{fmean(by_set(lines, at, measure).values()):.{digits}f}", in_words(common, digits)]
+        rows.append(cells)
+    heads = ["each LoRA becomes", "LoRAs", "kept", "its bytes", "with its share of the basis"]
+    return table([*heads, "loss", "minus LoRA", "exact match, %", "minus LoRA"], rows)
 
 
 def picture(lines: Sequence[Record]) -> str:
