@@ -23,6 +23,13 @@ KINDS = ("llama", "qwen2", "gemma3")
 Command = Callable[..., tuple[int, str, str]]
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_and_tokens_are_those_that_were_written(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -76,37 +83,34 @@ def test_every_damage_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load_model(str(tmp_path / "tiny.gguf"))
 
 
-def test_quantised_weights_are_unpacked_once_and_auto_is_that_of_a_folder_in_bfloat16(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_is_unpacked_once_and_an_adapter_goes_on_it_in_each_dtype(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     written = tiny_model("llama")
     file = write_gguf(written, tmp_path / "tiny.gguf", quantised=True)
-    with pytest.warns(UserWarning, match=r"tiny.gguf was unpacked once, to \d.* of bfloat16; .*rm -r .*cache"):
+    with pytest.warns(UserWarning, match=r"tiny.gguf was unpacked once, to \d.*; .*rm -r .*cache"):
         first, _ = load_model(str(file), device="cpu")
-    (folder,) = (tmp_path / "cache/frozencore/gguf").iterdir()
-    load_tokenizer(str(file)).save_pretrained(folder)
+    (folder,) = (cache / "frozencore/gguf").iterdir()
     of_folder, _ = load_model(str(folder), device="cpu")
     assert first.dtype == of_folder.dtype
     assert first.config.dtype == of_folder.config.dtype == torch.bfloat16
     assert load_config(str(file)).dtype == torch.bfloat16  # by which a dry run estimates the memory
+    copied = file.with_name("copied.gguf")
+    copied.write_bytes(file.read_bytes())
     with monkeypatch.context() as patched, warnings.catch_warnings(action="error"):
-        patched.setattr(gguf_model, "unpack_weights", Mock(side_effect=AssertionError))
-        second, _ = load_model(str(file), device="cpu")
-    assert first.name_or_path == second.name_or_path == str(file)
-    with pytest.warns(UserWarning, match="of float32"):
-        whole, _ = load_model(str(file), dtype="float32", device="cpu")
+        patched.setattr(gguf_model, "unpack", Mock(side_effect=AssertionError))
+        second, tokenizer = load_model(str(copied), device="cpu")
+    assert (first.name_or_path, second.name_or_path) == (str(file), str(copied))
+    assert tokenizer("Tom has 17 books.")["input_ids"] == pocket_tokenizer()("Tom has 17 books.")["input_ids"]
+    whole, _ = load_model(str(file), dtype="float32", device="cpu")
     for name, value in whole.state_dict().items():
         torch.testing.assert_close(value, written.state_dict()[name], rtol=0.02, atol=0.02)
         for other in (first, second, of_folder):
-            assert torch.equal(other.state_dict()[name].bfloat16(), value.bfloat16())
+            assert torch.equal(other.state_dict()[name].float(), value)
 
 
-def test_where_the_cache_cannot_be_written_the_file_is_unpacked_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "cache").write_text("no folder")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_where_the_cache_cannot_be_written_the_file_is_unpacked_and_that_is_said(tmp_path: Path, cache: Path) -> None:
+    cache.write_text("no folder")
     file = write_gguf(tiny_model("llama"), tmp_path / "tiny.gguf", quantised=True)
     with pytest.warns(UserWarning, match="unpacked at each start, because .*cannot be written"):
         assert load_model(str(file), device="cpu")[0].name_or_path == str(file)

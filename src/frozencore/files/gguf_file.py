@@ -1,11 +1,10 @@
-"""Find GGUF files, llama.cpp's format, by the name of a model; :mod:`frozencore.files.gguf_model` reads them."""
+"""Find GGUF files, llama.cpp's format, by the name of a model; :mod:`frozencore.files.gguf_model` unpacks them."""
 
 from __future__ import annotations
 
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from frozencore.errors import ModelError
 
@@ -45,11 +44,11 @@ def _checked(file: Path) -> Path:
     return file.absolute()
 
 
+def full_name(model: str) -> str:
+    """The name by which a model is found from everywhere on this machine: of a GGUF file its absolute path."""
+    return str(find_gguf(model) or model)
+
+
 def cache_folder() -> Path:
     """The folder of unpacked models."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "frozencore")
-
-
-def file_of(loading: dict[str, Any]) -> Path:
-    """The GGUF file that loading arguments name."""
-    return Path(loading["pretrained_model_name_or_path"], loading["gguf_file"])

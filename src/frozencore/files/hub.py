@@ -8,6 +8,8 @@ from typing import Any
 
 from frozencore.errors import ModelError
 from frozencore.files.gguf_file import find_gguf
+from frozencore.files.lfs_pointer import lfs_pointer_in
+from frozencore.text import one_line
 
 
 def is_hub_id(place: str) -> bool:
@@ -28,18 +30,24 @@ def safe_loading(model: str) -> dict[str, Any]:
     The hub is used only if it is needed and answers. Code in a repository is never run.
 
     Args:
-        model: Hub id, folder, or GGUF file (:mod:`frozencore.files.gguf_model` reads its weights and tokenizer).
+        model: Hub id, folder, or GGUF file, which stands for the folder to which it is unpacked.
 
     Raises:
-        ModelError: It is none of them, or the hub does not answer and the model is not in the cache.
+        ModelError: It is none of them, the file cannot be read, or the hub does not answer and the model is not in the
+            cache.
     """
-    file = find_gguf(model)
-    if file is not None:
-        place: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    else:
-        place = {"pretrained_model_name_or_path": model}
-    only_here = file is not None or Path(model).is_dir() or not _hub_has(model)
-    return {**place, "local_files_only": only_here, "trust_remote_code": False}
+    if (file := find_gguf(model)) is not None:
+        from frozencore.files.gguf_model import unpacked  # which imports transformers
+
+        model = str(unpacked(file))
+    only_here = Path(model).is_dir() or not _hub_has(model)
+    return {"pretrained_model_name_or_path": model, "local_files_only": only_here, "trust_remote_code": False}
+
+
+def why_unreadable(loading: dict[str, Any], error: Exception) -> str:
+    """Describe a loader's exception in one sentence."""
+    place = Path(loading["pretrained_model_name_or_path"])
+    return lfs_pointer_in(place) or f"{one_line(error, 200).rstrip('.')}."
 
 
 def _hub_has(model: str) -> bool:

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as of_transformers
 
 from frozencore.adapter.named_layers import is_end_of, linear_names
 from frozencore.device import computes_fast, memory_of, resolve_device
 from frozencore.errors import ConfigError, ModelError
-from frozencore.files.gguf_file import file_of
-from frozencore.files.gguf_model import is_quantised, read_tokenizer, read_weights, why_unreadable
-from frozencore.files.hub import safe_loading
+from frozencore.files.gguf_file import full_name
+from frozencore.files.hub import safe_loading, why_unreadable
 from frozencore.text import Progress, num_of
 from frozencore.tune.adapters import default_targets, targeted_layers
 from frozencore.tune.config_parts import ModelConfig, RowsConfig, ScoringConfig
@@ -79,6 +78,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
     refusal = "cannot be read as a causal language model with its tokenizer"
     with quiet_loading():
         tokenizer, model = _loaded(name, lambda loading: (_tokenizer(loading), _weights(loading, dtype)), refusal)
+    model.name_or_path = model.config.name_or_path = full_name(model_location(name))  # a GGUF file, not its folder
     model = model.to(place).eval()
     is_slow = dtype == "auto" and not computes_fast(model.dtype, place) and not getattr(model, "is_quantized", False)
     if is_slow and torch.float32.itemsize * model.num_parameters() <= SHARE_OF_MEMORY * memory_of(place):
@@ -124,14 +124,7 @@ def load_config(name: str) -> PretrainedConfig:
     Raises:
         ModelError: As in :func:`load_model`.
     """
-    return _loaded(name, _config, "has no configuration", way_out="")
-
-
-def _config(loading: dict[str, Any]) -> PretrainedConfig:
-    config = AutoConfig.from_pretrained(**loading)
-    if "gguf_file" in loading and is_quantised(file_of(loading)):
-        config.dtype = torch.bfloat16  # in which read_weights unpacks it
-    return config
+    return _loaded(name, lambda loading: AutoConfig.from_pretrained(**loading), "has no configuration", way_out="")
 
 
 def load_tokenizer(name: str) -> Any:
@@ -154,8 +147,6 @@ def _loaded(name: str, load: Callable[[dict[str, Any]], Any], refusal: str, way_
 
 
 def _weights(loading: dict[str, Any], dtype: str) -> PreTrainedModel:
-    if "gguf_file" in loading:
-        return read_weights(AutoModelForCausalLM, dtype, loading)
     beside = {"local_files_only": loading["local_files_only"]}  # transformers searches for an adapter there
     kind = saved_class(AutoConfig.from_pretrained(**loading)) or AutoModelForCausalLM
     model: PreTrainedModel = kind.from_pretrained(dtype=dtype, adapter_kwargs=beside, **loading)
@@ -182,7 +173,7 @@ def without_weights(config: PretrainedConfig) -> nn.Module:
 
 
 def _tokenizer(loading: dict[str, Any]) -> Any:
-    tokenizer = read_tokenizer(loading)
+    tokenizer = AutoTokenizer.from_pretrained(**loading)
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):  # of a folder without tokenizer.json
         raise ValueError("its tokenizer knows no words, as tokenizer.json or its like is missing.")
     return tokenizer

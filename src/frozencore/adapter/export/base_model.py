@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.core import BASE
@@ -29,8 +30,8 @@ from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.layer import is_linear, layer_shape
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError, ModelError
 from frozencore.files.atomic_write import atomic_folder
-from frozencore.files.gguf_model import model_class, read_tokenizer, read_weights, why_unreadable
-from frozencore.files.hub import safe_loading
+from frozencore.files.gguf_file import full_name
+from frozencore.files.hub import safe_loading, why_unreadable
 from frozencore.text import one_line
 
 _TOKENIZER = "tokenizer_config.json"
@@ -90,26 +91,30 @@ def load_base_model(base: str, dtype: str, loading: dict[str, Any], not_quantise
             "Name the unquantised model with base= (--base), or export a LoRA."
         )
     with _reading(base, loading):
-        if "gguf_file" in loading:
-            return read_weights(model_class(config), dtype, loading)
-        return model_class(config).from_pretrained(dtype=dtype, **loading)
+        model = _model_class(config).from_pretrained(dtype=dtype, **loading)
+    model.name_or_path = model.config.name_or_path = full_name(base)
+    return model
 
 
 def save_tokenizer(directory: Path, out: Path, loading: dict[str, Any]) -> None:
     """Write the tokenizer of the adapter, else of the base model, if there is one."""
     if (directory / _TOKENIZER).is_file():
         loading = {**loading, "pretrained_model_name_or_path": str(directory), "local_files_only": True}
-        loading.pop("gguf_file", None)
     place = Path(loading["pretrained_model_name_or_path"])
-    if "gguf_file" in loading or not place.is_dir() or (place / _TOKENIZER).is_file():
-        read_tokenizer(loading).save_pretrained(out)
+    if not place.is_dir() or (place / _TOKENIZER).is_file():
+        AutoTokenizer.from_pretrained(**loading).save_pretrained(out)
 
 
 def _architecture(base: str | Path) -> nn.Module:
     loading = safe_loading(str(base))
     with _reading(base, loading), torch.device("meta"):
         config = AutoConfig.from_pretrained(**loading)
-        return model_class(config)(config)
+        return _model_class(config)(config)
+
+
+def _model_class(config: Any) -> Any:
+    """transformers' class in which a model was saved."""
+    return getattr(transformers, (config.architectures or [""])[0])
 
 
 @contextmanager
@@ -117,7 +122,7 @@ def _reading(base: object, loading: dict[str, Any]) -> Iterator[None]:
     """Name the base model in the error of a model that cannot be read."""
     try:
         yield
-    except Exception as error:  # a damaged GGUF file may raise anything
+    except Exception as error:  # transformers raises many kinds
         reason = why_unreadable(loading, error)
         raise ModelError(f"The base model {base} cannot be read: {reason} Give its folder, file or hub id.") from error
 

@@ -97,7 +97,7 @@ def export_onnx(
         model = load_base_model(base, "auto", loading, "the builder starts from plain weights")
         require_fits(basis, directory, model, base)
         place = Path(loading["pretrained_model_name_or_path"])
-        if "gguf_file" in loading or not place.is_dir():
+        if not place.is_dir():
             place = Path(spare, "base")
             model.save_pretrained(place)
             save_tokenizer(directory, place, loading)
