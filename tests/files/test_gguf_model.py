@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_a_file_is_unpacked_once_and_an_adapter_goes_on_it_in_each_dtype(
 ) -> None:
     written = tiny_model("llama")
     file = write_gguf(written, tmp_path / "tiny.gguf", quantised=True)
-    with pytest.warns(UserWarning, match=r"tiny.gguf was unpacked once, to \d.*; .*rm -r .*cache"):
+    with pytest.warns(UserWarning, match=r"tiny.gguf is unpacked, once .*rm -r .*cache"):
         first, _ = load_model(str(file), device="cpu")
     (folder,) = (cache / "frozencore/gguf").iterdir()
     of_folder, _ = load_model(str(folder), device="cpu")
@@ -124,8 +125,7 @@ def test_a_run_on_a_gguf_file_is_quiet_scored_again_and_exported(kind: str, comm
         "tune", "--model", file, "--task", "pocket-sentiment", "--rank", "2", *few, "--out", tmp_path / "run"
     )
     assert status == 0, err
-    assert "onverting" not in err
-    assert "config file" not in err
+    assert re.fullmatch(r"Warning: tiny.gguf is unpacked, once .*\n", err), err  # and nothing of other libraries
     record = json.loads((tmp_path / "run" / "result.json").read_text())
     assert fingerprint_model(tiny_model(kind)) in json.dumps(record)
     fresh = (

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, NoReturn
 
@@ -196,10 +197,16 @@ def _say_and_exit(status: int, line: str) -> NoReturn:
     sys.exit(status)
 
 
+def _print_warning(message: object, *_: object, **__: object) -> None:
+    """One line, without the place in the code that Python adds."""
+    sys.stderr.write(f"Warning: {one_line(message)}\n")
+
+
 def main() -> None:
     """Run as a program: a frozencore error is one line on stderr and exit status 2; a signal gives 128 + its number."""
     console.began = _imported_at if console.began is None else time.perf_counter()
     ignore_known_warnings()
+    warnings.showwarning = _print_warning
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by whoever started the program
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115

