@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -155,3 +157,18 @@ def test_a_run_on_a_gguf_file_is_quiet_scored_again_and_exported(kind: str, comm
     status, out, err = command("export", adapter, "--to", "lora", "--out", tmp_path / "lora")
     assert status == 0, err
     assert "vLLM: --enable-lora" in out
+
+
+def test_of_several_processes_one_unpacks_and_what_a_killed_one_left_is_removed(tmp_path: Path, cache: Path) -> None:
+    file = write_gguf(tiny_model("llama"), tmp_path / "tiny.gguf")
+    left = cache / "frozencore/gguf/.0123456789abcdef.00ff00ff.tmp"
+    left.mkdir(parents=True)
+    program = "import sys; from frozencore.files.hub import safe_loading; safe_loading(sys.argv[1])"
+    both = [
+        subprocess.Popen([sys.executable, "-c", program, str(file)], stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [process.communicate()[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert "".join(said).count("tiny.gguf is unpacked, once") == 1
+    assert len([*left.parent.iterdir()]) == 1

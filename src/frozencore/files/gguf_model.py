@@ -21,12 +21,13 @@ from tempfile import mkdtemp
 from typing import Any
 
 import transformers
+from filelock import FileLock
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import modeling_gguf_pytorch_utils as reader
 
 from frozencore.errors import ArtifactError, ModelError
-from frozencore.files.atomic_write import atomic_folder, write_json
+from frozencore.files.atomic_write import atomic_folder, remove_left, require_writable, write_json
 from frozencore.files.gguf_file import cache_folder
 from frozencore.quiet import quiet_loading, with_attributes
 from frozencore.text import one_line
@@ -52,13 +53,18 @@ def _unpacked(file: Path, size: int, time_ns: int) -> Path:
     if (folder / "config.json").is_file():
         return folder
     try:
-        with atomic_folder(folder, overwrite=True) as new:
-            warnings.warn(
-                f"{file.name} is unpacked, once and for minutes if it is large. To remove it afterwards: "
-                f"rm -r {shlex.quote(str(folder))}",
-                stacklevel=4,
-            )
-            unpack(file, new)
+        require_writable(folder.parent)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder.parent}.lock"):  # of several processes one unpacks
+            if not (folder / "config.json").is_file():
+                remove_left(folder.parent)
+                with atomic_folder(folder, overwrite=True) as new:
+                    warnings.warn(
+                        f"{file.name} is unpacked, once and for minutes if it is large. To remove it afterwards: "
+                        f"rm -r {shlex.quote(str(folder))}",
+                        stacklevel=4,
+                    )
+                    unpack(file, new)
     except ArtifactError as error:
         warnings.warn(f"{file.name} is unpacked at each start, because {error}", stacklevel=4)
         folder = Path(mkdtemp(prefix="frozencore-"))
