@@ -70,6 +70,8 @@ ARMS: Sequence[tuple[str, int]] = [
     ("rawgrad", 16), ("eva", 16), ("lora_xs", 16),
 ]  # fmt: skip
 """The arms with their ranks, what counts most first: ``own`` is FCCA of a tenant's own rows, others are shared."""
+LOWER = ("own, at 0.02", 16)
+"""Own bases at the rate of the shared one, half of the one found for them."""
 BITS = (8, 4, 3, 2, 1)
 PRIMARY = [
     ("own basis minus shared FCCA", ("own", 16), ("fcca", 16)),
@@ -85,7 +87,7 @@ ENOUGH = 12
 NAMES = {
     "base": "the base model", "fcca": "one FCCA basis", "own": "its own basis", "lora": "a LoRA",
     "random": "one Random basis", "rawgrad": "one RawGrad basis", "eva": "one EVA basis",
-    "lora_xs": "one LoRA-XS basis",
+    "lora_xs": "one LoRA-XS basis", LOWER[0]: "its own basis at half the rate",
 }  # fmt: skip
 ROWS_AT_ONCE = 16
 LORA = 16
@@ -145,21 +147,30 @@ class Datasets(Sharing):
     def recipe(self, rows: Sequence[TokenRow], rate: float, seed: int = SEED) -> Recipe:
         return Recipe(rate, 0.1, epochs=1 if self.quick else EPOCHS, batch_size=8, accumulation=1, seed=seed)
 
-    def run(self, arms: Sequence[tuple[str, int]], first: int | None, seeds: int | None, only_train: bool) -> None:
-        """Measure some arms on the first data sets with the first seeds, None for all; then what is left of them.
+    def run(
+        self,
+        arms: Sequence[tuple[str, int]],
+        everyone: Sequence[str],
+        seeds: int | None,
+        only_train: bool,
+        given: float | None = None,
+    ) -> None:
+        """Measure some arms on some data sets with the first seeds, None for all; then what is left of them.
 
         Bases are made of all development sets in any case.
 
         Args:
             only_train: Leave out fewer bits and compression.
+            given: A learning rate in place of the searched one, which is part of the arms' names.
         """
-        everyone = self.shortest(first)
         groups = [everyone[start : start + GROUP] for start in range(0, len(everyone), GROUP)]
         for seed in self.seeds[:seeds]:
-            rates = {(arm, rank): self.rate(arm, rank) for arm, rank in arms}
+            rates = {(arm, rank): given or self.rate(arm, rank) for arm, rank in arms}
             for group in groups:
                 for (arm, rank), rate in rates.items():
-                    self.measure(arm, rank, [(name, rate) for name in group], self.adapters(arm, rank, seed), seed=seed)
+                    named = f"{arm}, at {given:g}" if given else arm
+                    jobs = [(name, rate) for name in group]
+                    self.measure(named, rank, jobs, self.adapters(arm, rank, seed), seed=seed)
             if only_train:
                 continue
             for arm, rank in arms:
@@ -376,7 +387,7 @@ def arms_table(lines: Sequence[Record]) -> str:
 
     An arm that has few data sets so far has no mean.
     """
-    arms = [arm for arm in ARMS if len(by_set(lines, arm, "loss")) > 1]
+    arms = [arm for arm in (*ARMS, LOWER) if len(by_set(lines, arm, "loss")) > 1]
     if FIRST not in arms:
         return "Not measured yet.\n"
     rates = {(line["arm"], line["rank"]): line["learning_rate"] for line in lines if line["phase"] == "final"}
@@ -384,7 +395,7 @@ def arms_table(lines: Sequence[Record]) -> str:
     for arm, rank in arms:
         count = len(by_set(lines, (arm, rank), "loss"))
         rows.append([NAMES[arm] + f", r = {rank}" * (rank > 0), str(count), f"{rates[arm, rank]:g}" if rank else ""])
-    whole = [found for arm in arms if len(found := set(by_set(lines, arm, "loss"))) >= ENOUGH]
+    whole = [found for arm in arms if arm != LOWER and len(found := set(by_set(lines, arm, "loss"))) >= ENOUGH]
     common = set.intersection(*whole) if whole else set()
     for measure, digits in DIGITS.items():
         differences = [apart(lines, arm, FIRST, measure) for arm in arms]
@@ -477,11 +488,15 @@ def study_of(options: argparse.Namespace, kind: type[Kind]) -> Kind:
 def main() -> None:
     parser = study_parser(__doc__, "datasets-quality")
     parser.add_argument("--arms", type=arms_of, help="Some arms with their ranks, as fcca-16,lora-1. Default: all.")
+    parser.add_argument("--sets", type=lambda text: text.split(","), help="Only these data sets, in place of --first.")
+    parser.add_argument("--rate", type=float, help="A learning rate in place of the searched one, in lines apart.")
     parser.add_argument("--seeds", type=int, help="Only so many seeds.")
     parser.add_argument("--only-train", action="store_true", help="Leave out fewer bits and compression.")
     options = parser.parse_args()
     study = study_of(options, Datasets)
-    study.run(options.arms or (QUICK_ARMS if options.quick else ARMS), options.first, options.seeds, options.only_train)
+    arms = options.arms or (QUICK_ARMS if options.quick else ARMS)
+    everyone = options.sets or study.shortest(options.first)
+    study.run(arms, everyone, options.seeds, options.only_train, options.rate)
 
 
 if __name__ == "__main__":
