@@ -445,7 +445,7 @@ def picture(lines: Sequence[Record]) -> str:
     return figures.against(
         panels,
         "loss, shared FCCA, r = 16",
-        "Shared or own basis: no difference found. A random shared basis is worse.",
+        "A shared basis costs nothing that we found. A random one is worse.",
         about,
         note,
     )

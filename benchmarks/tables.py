@@ -148,6 +148,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
     "docs/compressing.md": {
         "compress": (partial(tenant_tables.compress_table, tenant_tables.COMPRESSED), "compress-quality.jsonl"),
         "compress-kept": (tenant_tables.kept_table, "compress-quality.jsonl"),
+        "datasets-cuts": (datasets_quality.cuts_table, "datasets-quality.jsonl"),
         "strangers": (strangers.table_of, "strangers.json"),
     },
     "docs/cost.md": {
