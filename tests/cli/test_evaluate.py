@@ -168,7 +168,15 @@ def test_a_conversation_is_rendered_whole_and_begun_anew_when_asked(talk: Callab
         "system Be brief. user one assistant yes user two bot",
         "system Be brief. user three bot",
     ]
-    assert "A question follows those before it. /new: a new chat" in out
+    assert "A question follows those before it. \\ at the end of a line: another follows; /new: a new chat" in out
+
+
+def test_a_question_may_have_several_lines_as_rows_have(talk: Callable[..., tuple[list[str], str]]) -> None:
+    seen, _ = talk("Headline: Rain\\\nClickbait?\nand\\\n\\\nthis\n", answer="no")
+    assert seen == [
+        "user Headline: Rain\nClickbait? bot",
+        "user Headline: Rain\nClickbait? assistant no user and\n\nthis bot",
+    ]
 
 
 def test_an_answer_as_long_as_the_context_keeps_place_for_the_question(

@@ -15,7 +15,7 @@ from frozencore.tune.load import load_model
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, context_limit
 from frozencore.tune.scoring.exact_match import stream_greedily
 
-NEW, QUIT = "/new", "/quit"
+NEW, QUIT, GOES_ON = "/new", "/quit", "\\"
 
 
 def converse(
@@ -61,7 +61,10 @@ def converse(
             )
     is_plain = not all(one.encoder.is_chat for one in speakers)
     kept = "Without a chat template each line is continued." if is_plain else "A question follows those before it."
-    console.print(f"{name}, {', '.join(one.name for one in speakers)}. {kept} {NEW}: a new chat; {QUIT}: the end.")
+    console.print(
+        f"{name}, {', '.join(one.name for one in speakers)}. {kept} {GOES_ON} at the end of a line: another follows; "
+        f"{NEW}: a new chat; {QUIT}: the end."
+    )
     for question in _questions():
         if question == NEW:
             for one in speakers:
@@ -72,10 +75,13 @@ def converse(
 
 
 def _questions() -> Iterator[str]:
-    """Yield the lines that the user types, or the lines of a file or pipe."""
+    """Yield what the user types, or the lines of a file or pipe; a line that goes on is one with the next."""
     while True:
         try:
-            line = console.input("\n> ").strip()
+            line = console.input("\n> ")
+            while line.endswith(GOES_ON):
+                line = f"{line.removesuffix(GOES_ON)}\n{console.input('  ')}"
+            line = line.strip()
             line.encode()  # in some locales Python reads other bytes as halves of characters
         except (EOFError, KeyboardInterrupt):
             line = QUIT
