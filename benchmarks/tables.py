@@ -117,6 +117,19 @@ def at_a_glance(study: Runs, in_vllm: Mapping[str, Any]) -> str:
     return table(["", *few_bits.ADAPTERS], rows)
 
 
+def by_hand(found: Mapping[str, Any]) -> str:
+    """Seconds and peak memory of commands that were run once by hand, by model."""
+    models = dict.fromkeys(line["model"] for line in found["lines"])
+    cells = {
+        (line["what"], line["model"]): f"{line['seconds']:,.0f} s, {line['peak_bytes'] / 1e9:.1f} GB"
+        for line in found["lines"]
+    }
+    rows = [
+        [what, *(cells.get((what, model), "") for model in models)] for what in dict.fromkeys(at[0] for at in cells)
+    ]
+    return table(["", *models], rows)
+
+
 TENANTS = ("tenants-quality.jsonl", "compress-quality.jsonl", "sharing-quality.jsonl")
 LORA_1 = ("LoRA, r = 1", "LoRA, r = 1, all linear layers")
 ON_ALL = ("FCCA, all linear layers", "FCCA, r = 32, all linear layers")
@@ -160,6 +173,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "served-many": (served_many.table_of, "served_many.json"),
         "tenants-keep": (tenants.keep_table, "tenants.json"),
     },
+    "docs/large-models.md": {"large": (by_hand, "large.json")},
     "docs/paper.md": {"outliers": (outliers, "outliers")},
     "examples/README.md": {"private": (private, "private.jsonl")},
     "lab/README.md": {
