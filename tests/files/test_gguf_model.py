@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -120,16 +121,23 @@ def test_where_the_cache_cannot_be_written_the_file_is_unpacked_and_that_is_said
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_a_run_on_a_gguf_file_is_quiet_scored_again_and_exported(kind: str, command: Command, tmp_path: Path) -> None:
+def test_a_run_on_a_gguf_file_is_quiet_scored_again_and_exported(
+    kind: str, command: Command, tmp_path: Path, cache: Path
+) -> None:
     file = write_gguf(tiny_model(kind), tmp_path / "tiny.gguf")
+    said = re.compile(r"Warning: tiny.gguf is unpacked, once .*\n")  # and nothing of other libraries
     few = ("--num-train", "16", "--num-evaluation", "4", "--calibration-size", "8", "--epochs", "1", "--device", "cpu")
     status, _, err = command(
         "tune", "--model", file, "--task", "pocket-sentiment", "--rank", "2", *few, "--out", tmp_path / "run"
     )
     assert status == 0, err
-    assert re.fullmatch(r"Warning: tiny.gguf is unpacked, once .*\n", err), err  # and nothing of other libraries
+    assert said.fullmatch(err), err
     record = json.loads((tmp_path / "run" / "result.json").read_text())
     assert fingerprint_model(tiny_model(kind)) in json.dumps(record)
+    shutil.rmtree(cache)
+    status, _, err = command("export", tmp_path / "run", "--out", tmp_path / "first")  # which reads no weights
+    assert status == 0, err
+    assert said.fullmatch(err), err
     fresh = (
         "--task",
         "pocket-sentiment",

@@ -42,14 +42,8 @@ def unpacked(file: Path) -> Path:
         ModelError: The file is damaged, or transformers does not know its architecture.
     """
     about = file.stat()
-    return _unpacked(file, about.st_size, about.st_mtime_ns)
-
-
-@cache
-def _unpacked(file: Path, size: int, time_ns: int) -> Path:
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    folder = cache_folder() / "gguf" / digest[:16]
+    version = file, about.st_size, about.st_mtime_ns
+    folder = cache_folder() / "gguf" / _digest(*version)[:16]
     if (folder / "config.json").is_file():
         return folder
     try:
@@ -62,14 +56,26 @@ def _unpacked(file: Path, size: int, time_ns: int) -> Path:
                     warnings.warn(
                         f"{file.name} is unpacked, once and for minutes if it is large. To remove it afterwards: "
                         f"rm -r {shlex.quote(str(folder))}",
-                        stacklevel=4,
+                        stacklevel=3,
                     )
                     unpack(file, new)
     except ArtifactError as error:
-        warnings.warn(f"{file.name} is unpacked at each start, because {error}", stacklevel=4)
-        folder = Path(mkdtemp(prefix="frozencore-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        unpack(file, folder)
+        warnings.warn(f"{file.name} is unpacked at each start, because {error}", stacklevel=3)
+        return _unpacked_for_this_process(*version)
+    return folder
+
+
+@cache
+def _digest(file: Path, size: int, time_ns: int) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+@cache
+def _unpacked_for_this_process(file: Path, size: int, time_ns: int) -> Path:
+    folder = Path(mkdtemp(prefix="frozencore-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    unpack(file, folder)
     return folder
 
 
@@ -87,16 +93,17 @@ def unpack(file: Path, folder: Path) -> None:
     place: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     read_once = with_attributes(gguf, GGUFReader=cache(gguf.GGUFReader))  # transformers reads a file three times
     without_bar = with_attributes(reader, tqdm=partial(reader.tqdm, disable=True))  # for which there is no setting
-    with read_once, without_bar, quiet_loading(), _explained(file):
-        contents = gguf.GGUFReader(str(file))
-        is_quantised = any(tensor.tensor_type.name not in ("F32", "F16", "BF16") for tensor in contents.tensors)
-        dtype = "bfloat16" if is_quantised else "auto"
-        model = AutoModelForCausalLM.from_pretrained(dtype=dtype, local_files_only=True, **whole, **place)
-        tokenizer = AutoTokenizer.from_pretrained(local_files_only=True, **place)
-        _cut_digits(tokenizer, contents)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    _keep_tokenizer(folder)
+    with quiet_loading():
+        with read_once, without_bar, _explained(file):
+            contents = gguf.GGUFReader(str(file))
+            is_quantised = any(tensor.tensor_type.name not in ("F32", "F16", "BF16") for tensor in contents.tensors)
+            dtype = "bfloat16" if is_quantised else "auto"
+            model = AutoModelForCausalLM.from_pretrained(dtype=dtype, local_files_only=True, **whole, **place)
+            tokenizer = AutoTokenizer.from_pretrained(local_files_only=True, **place)
+            _cut_digits(tokenizer, contents)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        _keep_tokenizer(folder)
 
 
 @contextmanager
