@@ -7,7 +7,8 @@ import logging
 import pytest
 from transformers.utils import logging as of_transformers
 
-from frozencore.quiet import ignore_known_warnings, quiet_loading
+from frozencore.quiet import ignore_known_warnings
+from frozencore.tune.load import quiet_loading
 
 OF_BITSANDBYTES = "bitsandbytes.backends.cpu.ops"
 

@@ -49,22 +49,6 @@ def quiet_imports() -> Iterator[None]:
 
 
 @contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Turn off transformers' progress bars and warnings inside."""
-    from transformers.utils import logging as of_transformers  # slow
-
-    verbosity, draws_bars = of_transformers.get_verbosity(), of_transformers.is_progress_bar_enabled()
-    of_transformers.set_verbosity_error()
-    of_transformers.disable_progress_bar()
-    try:
-        yield
-    finally:
-        of_transformers.set_verbosity(verbosity)
-        if draws_bars:
-            of_transformers.enable_progress_bar()
-
-
-@contextmanager
 def collect_warnings() -> Iterator[list[str]]:
     """Collect the messages of user warnings inside, each once, in place of showing them; hidden ones stay hidden.
 

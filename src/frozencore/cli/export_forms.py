@@ -16,7 +16,7 @@ from frozencore.adapter.export.serving import VLLM_CPU_HEADS, VLLM_MAX_RANKS, he
 from frozencore.adapter.folders import read_adapter
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.maths.quantise import default_bits
-from frozencore.quiet import quiet_loading
+from frozencore.tune.load import quiet_loading
 
 
 def export_as(

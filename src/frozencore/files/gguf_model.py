@@ -13,7 +13,7 @@ import json
 import shlex
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from transformers import modeling_gguf_pytorch_utils as reader
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.atomic_write import atomic_folder, remove_left, require_writable, write_json
 from frozencore.files.gguf_file import cache_folder
-from frozencore.quiet import quiet_loading, with_attributes
+from frozencore.quiet import with_attributes
 from frozencore.text import one_line
 
 
@@ -93,31 +93,28 @@ def unpack(file: Path, folder: Path) -> None:
     place: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     read_once = with_attributes(gguf, GGUFReader=cache(gguf.GGUFReader))  # transformers reads a file three times
     without_bar = with_attributes(reader, tqdm=partial(reader.tqdm, disable=True))  # for which there is no setting
-    with quiet_loading():
-        with read_once, without_bar, _explained(file):
-            contents = gguf.GGUFReader(str(file))
-            is_quantised = any(tensor.tensor_type.name not in ("F32", "F16", "BF16") for tensor in contents.tensors)
-            dtype = "bfloat16" if is_quantised else "auto"
-            model = AutoModelForCausalLM.from_pretrained(dtype=dtype, local_files_only=True, **whole, **place)
-            tokenizer = AutoTokenizer.from_pretrained(local_files_only=True, **place)
-            _cut_digits(tokenizer, contents)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        _keep_tokenizer(folder)
+    with read_once, without_bar, _explained(file, gguf.GGUFReader):
+        contents = gguf.GGUFReader(str(file))
+        is_quantised = any(tensor.tensor_type.name not in ("F32", "F16", "BF16") for tensor in contents.tensors)
+        dtype = "bfloat16" if is_quantised else "auto"
+        model = AutoModelForCausalLM.from_pretrained(dtype=dtype, local_files_only=True, **whole, **place)
+        tokenizer = AutoTokenizer.from_pretrained(local_files_only=True, **place)
+        _cut_digits(tokenizer, contents)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _keep_tokenizer(folder)
 
 
 @contextmanager
-def _explained(file: Path) -> Iterator[None]:
+def _explained(file: Path, reads: Callable[[str], Any]) -> Iterator[None]:
     """Say of any error whether the file is complete; of a damaged one numpy, gguf and transformers raise many kinds."""
-    import gguf
-
     try:
         yield
     except Exception as error:
         reason = f"it does not name {error}" if isinstance(error, KeyError) else one_line(error, 200).rstrip(".")
         reason = f"transformers reads no such GGUF file: {reason}."
         try:
-            gguf.GGUFReader(str(file))
+            reads(str(file))
         except Exception:  # numpy raises several kinds for slices that are too short
             reason = f"its {file.stat().st_size:,} bytes are not a whole GGUF file. Download it again."
         raise ModelError(f"{file} cannot be read: {reason}") from error

