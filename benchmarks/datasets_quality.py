@@ -161,7 +161,8 @@ class Datasets(Sharing):
 
         Args:
             only_train: Leave out fewer bits and compression.
-            given: A learning rate in place of the searched one, which is part of the arms' names.
+            given: A learning rate in place of the searched one, which is part of the arms' names; their adapters are
+                neither rounded nor compressed.
         """
         groups = [everyone[start : start + GROUP] for start in range(0, len(everyone), GROUP)]
         for seed in self.seeds[:seeds]:
@@ -171,7 +172,7 @@ class Datasets(Sharing):
                     named = f"{arm}, at {given:g}" if given else arm
                     jobs = [(name, rate) for name in group]
                     self.measure(named, rank, jobs, self.adapters(arm, rank, seed), seed=seed)
-            if only_train:
+            if only_train or given:
                 continue
             for arm, rank in arms:
                 for bits in BITS if arm in ("fcca", "lora") else ():

@@ -118,7 +118,7 @@ def at_a_glance(study: Runs, in_vllm: Mapping[str, Any]) -> str:
 
 
 def by_hand(found: Mapping[str, Any]) -> str:
-    """Seconds and peak memory of commands that were run once by hand, by model."""
+    """Seconds and peak memory of commands that were run once by hand, by model; and whether an engine agreed."""
     models = dict.fromkeys(line["model"] for line in found["lines"])
     cells = {
         (line["what"], line["model"]): f"{line['seconds']:,.0f} s, {line['peak_bytes'] / 1e9:.1f} GB"
@@ -127,7 +127,9 @@ def by_hand(found: Mapping[str, Any]) -> str:
     rows = [
         [what, *(cells.get((what, model), "") for model in models)] for what in dict.fromkeys(at[0] for at in cells)
     ]
-    return table(["", *models], rows)
+    served = found["served"]
+    agreed = f"vLLM gave {served['same']} of {served['questions']} answers of `evaluate` with {served['model']}.\n"
+    return f"{table(['', *models], rows)}\n{agreed}"
 
 
 TENANTS = ("tenants-quality.jsonl", "compress-quality.jsonl", "sharing-quality.jsonl")

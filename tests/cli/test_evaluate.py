@@ -177,6 +177,7 @@ def test_a_question_may_have_several_lines_as_rows_have(talk: Callable[..., tupl
         "user Headline: Rain\nClickbait? bot",
         "user Headline: Rain\nClickbait? assistant no user and\n\nthis bot",
     ]
+    assert talk("the last\\\n", answer="no")[0] == ["user the last\\ bot"]  # no line follows
 
 
 def test_an_answer_as_long_as_the_context_keeps_place_for_the_question(

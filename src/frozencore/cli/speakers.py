@@ -79,8 +79,9 @@ def _questions() -> Iterator[str]:
     while True:
         try:
             line = console.input("\n> ")
-            while line.endswith(GOES_ON):
-                line = f"{line.removesuffix(GOES_ON)}\n{console.input('  ')}"
+            with suppress(EOFError):  # what was typed before the end is a question too
+                while line.endswith(GOES_ON):
+                    line = f"{line.removesuffix(GOES_ON)}\n{console.input('  ')}"
             line = line.strip()
             line.encode()  # in some locales Python reads other bytes as halves of characters
         except (EOFError, KeyboardInterrupt):
