@@ -24,6 +24,10 @@ Set on 29 November, still before the first run, for a machine of two cores witho
 - The searches take four development sets (they were eight): on eight a search would cost half of an arm.
 - ``--first N`` measures the N data sets with the shortest training rows, so that each arm has the same ones.
 - Before the runs of ranks 8 and 32: cores of these train at the rate that rank 16 found.
+
+Set on 29 November, after 24 data sets and before the runs of this arm: own bases were made of only 16 rows each, at one
+rate for all. The arm ``tuned`` is what ``frozencore tune`` gives: FCCA of all 96 training rows, and a core at the rate
+that the calibration measures for each data set, without a search.
 """
 
 from __future__ import annotations
@@ -45,10 +49,11 @@ from torch import Tensor
 
 import figures
 from diagonal import diagonal
-from frozencore import Core, basis_id, swap_core
+from frozencore import Core, basis_id, calibrate, swap_core
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.maths.compress import compress, core_of
 from frozencore.maths.quantise import levels, quantise
+from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.recipe import Recipe
@@ -67,9 +72,9 @@ FIRST_RATES = {
 """Where a search begins: this rate, twice it and half of it."""
 ARMS: Sequence[tuple[str, int]] = [
     ("base", 0), ("fcca", 16), ("lora", 1), ("random", 16), ("own", 16), ("lora", 16), ("fcca", 8), ("fcca", 32),
-    ("rawgrad", 16), ("eva", 16), ("lora_xs", 16),
+    ("rawgrad", 16), ("eva", 16), ("lora_xs", 16), ("tuned", 16),
 ]  # fmt: skip
-"""The arms with their ranks, what counts most first: ``own`` is FCCA of a tenant's own rows, others are shared."""
+"""The arms with their ranks, what counts most first: ``own`` and ``tuned`` are FCCA of a tenant's own rows."""
 LOWER = ("own, at 0.02", 16)
 """Own bases at the rate of the shared one, half of the one found for them."""
 BITS = (8, 4, 3, 2, 1)
@@ -78,6 +83,7 @@ PRIMARY = [
     ("shared FCCA minus LoRA, r = 1", ("fcca", 16), ("lora", 1)),
     ("shared FCCA minus shared Random", ("fcca", 16), ("random", 16)),
 ]
+LATER = [("own basis, as `tune` makes it, minus shared FCCA: set later", ("tuned", 16), ("fcca", 16))]
 EQUAL = {"loss": 0.03, "exact": 2.0}
 FIRST = ("fcca", 16)
 DIGITS = {"loss": 3, "exact": 1}
@@ -87,7 +93,8 @@ ENOUGH = 12
 NAMES = {
     "base": "the base model", "fcca": "one FCCA basis", "own": "its own basis", "lora": "a LoRA",
     "random": "one Random basis", "rawgrad": "one RawGrad basis", "eva": "one EVA basis",
-    "lora_xs": "one LoRA-XS basis", LOWER[0]: "its own basis at half the rate",
+    "lora_xs": "one LoRA-XS basis", "tuned": "its own basis, as `tune` makes it",
+    LOWER[0]: "its own basis at half the rate",
 }  # fmt: skip
 ROWS_AT_ONCE = 16
 LORA = 16
@@ -100,7 +107,7 @@ CUTS = {
 QUICK_CUTS = {"full cores, 4 bits": (2,), "full cores": (2,), "diagonal cores": (3,), "cut alone": (1,)}
 GROUP = 4
 """How many data sets train together in an arm before the next arm has them."""
-QUICK_ARMS: Sequence[tuple[str, int]] = [("base", 0), ("fcca", 4), ("lora", 2), ("own", 4)]
+QUICK_ARMS: Sequence[tuple[str, int]] = [("base", 0), ("fcca", 4), ("lora", 2), ("own", 4), ("tuned", 4)]
 SCORED = "rows 97 to 150 choose rates, the eval files score"
 
 
@@ -187,7 +194,7 @@ class Datasets(Sharing):
         return sorted(self.everyone, key=lambda name: sum(len(row.input_ids) for row in self.train_rows[name]))[:count]
 
     def rate(self, arm: str, rank: int) -> float | None:
-        if arm == "base":
+        if arm in ("base", "tuned"):
             return None
         searched = rank if self.quick or arm == "lora" else RANK
         return self.searched_rate(FIRST_RATES[arm], arm, searched, self.adapters(arm, searched, SEED))
@@ -230,10 +237,21 @@ class Datasets(Sharing):
     def adapters(self, arm: str, rank: int, seed: int) -> Callable[[Sequence[Job]], Adapters]:
         if arm == "base":
             return lambda jobs: ((self.model, job, {}) for job in jobs)
+        if arm == "tuned":
+            return partial(self.tuned, rank, seed)
         train = {
             "lora": partial(self.loras, rank=rank, seed=seed), "own": partial(self.on_own_bases, rank=rank, seed=seed),
         }.get(arm) or (lambda jobs: self.on(self.basis(arm, rank, seed), rank, jobs, seed))  # fmt: skip
         return lambda jobs: self.kept(arm, rank, seed, train(jobs))
+
+    def tuned(self, rank: int, seed: int, jobs: Sequence[Job]) -> Adapters:
+        """Cores on FCCA of all training rows of each tenant, at the measured rate."""
+        for name, _ in jobs:
+            batches = calibration_batches(self.train_rows[name], self.encoder.pad_id)
+            with self.adapted("fcca", rank, seed) as model:
+                rate = calibrate(model, batches, progress=False).learning_rate
+                for trained, _, about in self.cores(model, [(name, rate)], seed, shared=False):
+                    yield trained, (name, None), {**about, "rate": rate}
 
     def kept(self, arm: str, rank: int, seed: int, trained: Adapters) -> Adapters:
         """The adapters, whose values are stored for :meth:`rounded`."""
@@ -350,9 +368,9 @@ def by_set(lines: Sequence[Record], arm: tuple[str, int], measure: str) -> dict[
 
 
 def primary_table(lines: Sequence[Record]) -> str:
-    """The three differences that were set before the runs."""
+    """The three differences that were set before the runs, and a later one."""
     rows = []
-    for title, one, other in PRIMARY:
+    for title, one, other in PRIMARY + LATER:
         cells = []
         for measure, digits in DIGITS.items():
             differences = apart(lines, one, other, measure)
@@ -394,8 +412,9 @@ def arms_table(lines: Sequence[Record]) -> str:
     rates = {(line["arm"], line["rank"]): line["learning_rate"] for line in lines if line["phase"] == "final"}
     rows = []
     for arm, rank in arms:
-        count = len(by_set(lines, (arm, rank), "loss"))
-        rows.append([NAMES[arm] + f", r = {rank}" * (rank > 0), str(count), f"{rates[arm, rank]:g}" if rank else ""])
+        count, rate = len(by_set(lines, (arm, rank), "loss")), rates[arm, rank]
+        shown = "" if arm == "base" else "measured" if rate is None else f"{rate:g}"
+        rows.append([NAMES[arm] + f", r = {rank}" * (rank > 0), str(count), shown])
     whole = [found for arm in arms if arm != LOWER and len(found := set(by_set(lines, arm, "loss"))) >= ENOUGH]
     common = set.intersection(*whole) if whole else set()
     for measure, digits in DIGITS.items():
