@@ -1,11 +1,13 @@
 """The cost of a real model on this CPU: step, calibration, scoring and memory of SmolLM2, with cores, LoRA and neither.
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/smollm2.py --data-root DIR     # ten minutes; --quick: tiny
+    ... --model DIR --dtypes float32 --calibration 32 --rounds 2 --out benchmarks/results/NAME.json    # a larger model
 
 Rows of SST-2, in float32 and in bfloat16. A step is of eight rows: forward, the loss over the completion, backward,
-clipping, fused AdamW. Calibration reads 128 rows; its floor is a forward and backward pass over them that computes the
-same logits. Scoring is ``predict_choices`` on evaluation rows. The contestants take turns; ratios are quartiles over
-the rounds. Memory is what the process holds at most above what it held before, in a round that is not timed.
+clipping, fused AdamW. The floor of calibration is a forward and backward pass over its rows, 128 by default, that
+computes the same logits. Scoring is ``predict_choices`` on evaluation rows. The contestants take turns; ratios are
+quartiles over the rounds. Memory is what the process holds at most above what it held before, in a round that is not
+timed.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ def measure(prepared: Inputs, rounds: int, num_scored: int) -> dict[str, Any]:
 
 def table_of(found: Mapping[str, Any]) -> str:
     """A real model's step, scoring and calibration."""
-    names = {"step": "training step, 8 rows", "scoring": "scoring 64 rows", "calibration": "calibration, 128 rows"}
+    calibration = f"calibration, {found.get('calibration_rows', 128)} rows"
+    names = {"step": "training step, 8 rows", "scoring": "scoring 64 rows", "calibration": calibration}
     body = [
         [dtype, names[what], LABELS[who], f"{row['processor_s']:.2f} s",
          *(with_range(row[over], ".3f") if over in row else "" for over in ("over_floor", "over_lora")),
@@ -90,14 +93,18 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="Another model folder.")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dtypes", type=lambda text: text.split(","), default=DTYPES, help="Default: both.")
+    parser.add_argument("--calibration", type=int, default=128, help="Calibration rows.")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, task, rounds = (
         ("pocket", "pocket-sentiment", 1) if options.quick else (options.model, "sst2", options.rounds)
     )
-    few = {"num_train": 16, "calibration_size": 16} if options.quick else {"num_train": 256, "calibration_size": 128}
-    found: dict[str, Any] = {"dtypes": {}, "rounds": rounds, "load": load_average()}
-    for dtype in DTYPES:
+    num_train, calibration_rows = (16, 16) if options.quick else (256, options.calibration)
+    few = {"num_train": num_train, "calibration_size": calibration_rows}
+    found: dict[str, Any] = {"dtypes": {}, "rounds": rounds, "calibration_rows": calibration_rows}
+    found["load"] = load_average()
+    for dtype in options.dtypes:
         config = make_config(model=model, task=task, data_root=options.data_root, dtype=dtype, device="cpu", **few)
         inputs = prepare(config.model, config.rows, config.scoring, lambda *_: None)
         found["dtypes"][dtype] = measure(inputs, rounds, 8 if options.quick else 64)
