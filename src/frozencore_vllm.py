@@ -21,9 +21,11 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import gettempdir, mkdtemp
+from secrets import token_hex
+from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +59,12 @@ def register() -> None:
     if CoreWithSlots not in utils._all_lora_classes:
         utils._all_lora_classes = (CoreWithSlots, *utils._all_lora_classes)
     if tenants := os.environ.get(TENANTS):
-        _serve_tenants(Path(tenants), Path(os.environ.get(CACHE) or Path(gettempdir(), "frozencore-tenants")))
+        _serve_tenants(Path(tenants), Path(os.environ.get(CACHE) or own_cache()))
+
+
+def own_cache() -> Path:
+    """The user's own folder for the LoRAs of tenants: what stands there is trusted."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "frozencore", "tenants")
 
 
 # ---------------------------------------------------------------------------------- tenants in the folder of a training
@@ -135,7 +142,7 @@ class Tenants:
 
     def _write(self, folder: Path, cores: Mapping[str, Tensor]) -> None:
         """Write a LoRA whole, in place of the tenants that nobody has asked for of late."""
-        self.cache.mkdir(parents=True, exist_ok=True)
+        self.cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         rank = max(map(len, cores.values()))
         config = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "r": rank,
@@ -151,7 +158,10 @@ class Tenants:
         known = [(one.stat().st_mtime, one) for one in self.cache.iterdir() if one.name[0] != "."]
         for used, one in sorted(known)[: max(0, len(known) - MOST_CACHED)]:
             if time.time() - used > STAYS_S:
-                shutil.rmtree(one, ignore_errors=True)
+                gone = one.with_name(f".{one.name}.{token_hex(4)}")
+                with suppress(OSError):  # another process of the server was first
+                    one.rename(gone)  # so that nothing is found half removed
+                shutil.rmtree(gone, ignore_errors=True)
 
 
 def _stamp(file: Path) -> tuple[int, int, int]:

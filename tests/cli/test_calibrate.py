@@ -17,6 +17,7 @@ from frozencore import CoreBank
 from frozencore.adapter.report import LayerReport
 from frozencore.cli.inspect import inspection_table, layer_table
 from frozencore.text import natural_sort_key
+from frozencore.tune.folder import locked
 from frozencore.tune.pocket import pocket_model_path
 from input_files import write_rows
 from small_runs import adapter_in
@@ -178,3 +179,17 @@ def test_the_worst_layer_decides_what_is_said_of_orthonormality() -> None:
     reports = {"a": BASIS, "b": replace(BASIS, orthonormality_error=1e-3)}
     assert "|PᵀP - I| 1.0e-03" in shown(inspection_table(reports))
     assert "PᵀP" not in shown(inspection_table(reports, orthonormal=False))  # the default coordinates promise none
+
+
+def test_two_calibrations_do_not_write_into_one_folder(command: Command, tmp_path: Path) -> None:
+    with locked(tmp_path / "out"):
+        status, _, error = command(*DAMPED, "--out", tmp_path / "out")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "another process is running in" in error
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--bits=4", "--select-by=accuracy", "--max-new-tokens=9"])
+def test_a_calibration_takes_no_option_that_it_would_not_read(flag: str, command: Command, tmp_path: Path) -> None:
+    status, _, error = command(*DAMPED, flag, "--out", tmp_path / "out")
+    assert (status, flag.partition("=")[0] in error) == (2, True)

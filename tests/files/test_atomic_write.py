@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
-from frozencore.files.atomic_write import remove_left
+from frozencore.errors import ArtifactError
+from frozencore.files.atomic_write import atomic_folder, atomic_write, remove_left
 
 
 @pytest.mark.parametrize(
@@ -27,3 +30,20 @@ def test_a_folder_whose_replacement_was_killed_is_the_old_one_or_the_new_one(
     remove_left(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["anna"]
     assert (tmp_path / "anna" / "core").read_text() == kept
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("I/O error: File too large")]
+)
+def test_what_cannot_be_written_is_one_line_with_the_users_path(error: Exception, tmp_path: Path) -> None:
+    reason = str(error).removeprefix("[Errno 28] ")
+    for write in (atomic_write, partial(atomic_folder, overwrite=False)):
+        rule = f"{tmp_path / 'out'} cannot be written: {reason}. Check"
+        with pytest.raises(ArtifactError, match=rule), write(tmp_path / "out"):
+            raise error
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_reading_inside_is_not_said_to_be_about_writing(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no tokenizer"), atomic_folder(tmp_path / "out", overwrite=False):
+        raise OSError("There is no tokenizer.")  # as transformers raises it

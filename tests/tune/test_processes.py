@@ -122,6 +122,10 @@ def test_other_verbs_are_for_one_process_and_the_first_of_several_says_so(
         monkeypatch.setenv(name, value)
     said = "is done by one process, but 2 were started. Start it without torchrun.\n"
     assert command("evaluate", "--model", "x") == (2, "", f"frozencore: frozencore evaluate {said}")
+    monkeypatch.setenv("FROZENCORE_DEBUG", "")  # the flag sets it
+    with pytest.raises(ConfigError, match="A run learns rows"):
+        command("--debug", "tune", "--model", "pocket")
+    monkeypatch.setenv("FROZENCORE_DEBUG", "")
     row = ("tune", "--model", "pocket", "--task", "pocket-math", "--out", "x")
     assert command(*row, "--dry-run") == (2, "", f"frozencore: --dry-run {said}")
     monkeypatch.setenv("RANK", "1")

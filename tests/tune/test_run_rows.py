@@ -16,6 +16,8 @@ from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run_rows import RowCache, RunRows, encoded, prepare_rows
 from input_files import write_rows, write_task
 
+ASKED = {"role": "user", "content": "Is it?"}
+
 
 def config_of(**options: Any) -> RunConfig:
     return make_config(**{"model": "any", "calibration_size": 5, **options})
@@ -198,8 +200,7 @@ def test_rows_that_are_kept_are_those_that_would_be_read_and_are_read_once(
 
 def test_conversations_of_a_source_are_kept_by_their_messages(byte_tokenizer: Callable[..., Any]) -> None:
     encoder, kept = PromptEncoder(byte_tokenizer(chat=True)), RowCache()
-    asked = {"role": "user", "content": "Is it?"}
-    rows = [[Row("row-1", messages=(asked, {"role": "assistant", "content": text}))] for text in ("yes", "no")]
+    rows = [[Row("row-1", messages=(ASKED, {"role": "assistant", "content": text}))] for text in ("yes", "no")]
     for _ in range(2):
         assert [encoded(one, encoder, kept) for one in rows] == [encoder.encode(one) for one in rows]
 
@@ -344,3 +345,58 @@ def test_equal_rows_stay_in_one_part_and_never_take_the_training_rows(
     decode = encoder.tokenizer.decode
     texts, trained = ({" ".join(decode(row.input_ids).split()) for row in p} for p in (found.held_out, found.train))
     assert texts.isdisjoint(trained)
+
+
+@pytest.mark.parametrize("given", [None, 5])
+def test_own_answers_are_generated_to_the_length_of_the_longest_unless_one_is_given(
+    given: int | None, tmp_path: Path, encoder: PromptEncoder
+) -> None:
+    rows = ({"prompt": f"{i}?", "completion": " cat" * (20 + i)} for i in range(20))
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    found = own_rows(encoder, data, exact_match="yes", max_new_tokens=given)
+    longest = max(len(row.input_ids) - row.answer_start for row in found.held_out)  # with its end token
+    assert longest > 20
+    assert (found.scored.scoring, found.scored.max_new_tokens) == ("completion", given or longest)
+
+
+@pytest.mark.parametrize("select_checkpoint", ["none", "epoch"])
+def test_rows_that_are_scored_or_choose_the_step_are_not_calibrated_on(
+    select_checkpoint: str, files: tuple[str, str], tmp_path: Path, encoder: PromptEncoder
+) -> None:
+    options = {"calibration_data": files[0], "calibration_size": 1000, "select_checkpoint": select_checkpoint}
+    rows = own_rows(encoder, list(files), **options)
+    calibrated = {tuple(row.input_ids) for row in rows.calibration}
+    unseen = {tuple(row.input_ids) for row in rows.scored_or_choosing}
+    assert calibrated
+    assert calibrated.isdisjoint(unseen)
+    assert rows.used.left_out == {"scored, so not calibrated on (--calibration-data)": 300 - len(rows.calibration)}
+    held = write_counts(tmp_path / "held.jsonl", 20)
+    with pytest.raises(NoRowsError, match=r"held.jsonl holds only rows that are scored too"):
+        own_rows(encoder, files[1], eval_data=held, calibration_data=held)
+
+
+def test_the_system_text_is_that_of_the_training_rows_alone(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
+    def write(name: str, first: list[dict[str, str]]) -> str:
+        turns = ([*first, ASKED, {"role": "assistant", "content": f"{name}{i}"}] for i in range(20))
+        return str(write_rows(tmp_path / name, ({"messages": messages} for messages in turns)))
+
+    learnt = write("train.jsonl", [{"role": "system", "content": "Be brief."}])
+    others = write("other.jsonl", [])
+    encoder = PromptEncoder(byte_tokenizer(chat=True))
+    rows = own_rows(encoder, learnt, eval_data=others, calibration_data=write("third.jsonl", []))
+    assert rows.system == "Be brief."
+    assert own_rows(encoder, others).system is None  # not that of rows which the encoder wrote before
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "why"),
+    [
+        (50, {"num_evaluation": 100}, "but has 50 rows, all held out: give more rows, or a smaller --num-evaluation"),
+        (1, {}, "but has 1 row, all held out"),
+    ],
+)
+def test_where_no_row_is_left_to_train_on_the_reason_is_the_right_one(
+    count: int, options: dict[str, int], why: str, tmp_path: Path, encoder: PromptEncoder
+) -> None:
+    with pytest.raises(NoRowsError, match=why):
+        own_rows(encoder, write_counts(tmp_path / "rows.jsonl", count), **options)

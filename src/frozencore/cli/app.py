@@ -18,7 +18,7 @@ from typer.main import get_command
 from frozencore import __version__, _imported_at
 from frozencore.cli.display import console
 from frozencore.cli.foreign_flags import counterpart
-from frozencore.cli.verbs import GROUPS, NOTHING_KEPT, Verb, add_verbs, all_verbs, refuse_unknown_verb
+from frozencore.cli.verbs import DEBUG, GROUPS, NOTHING_KEPT, Verb, add_verbs, all_verbs, refuse_unknown_verb
 from frozencore.device import is_out_of_memory
 from frozencore.errors import CalibrationError, ConfigError, FrozenCoreError
 from frozencore.quiet import ignore_known_warnings
@@ -45,7 +45,7 @@ def _print_version(asked: bool) -> None:
 
 
 def _common(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, typer.Option(DEBUG, help="Show the traceback of an error.")] = False,
     _version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
@@ -73,8 +73,9 @@ def app() -> None:
     """Run the command line; only the named verb is imported."""
     _refuse_other_encoding(sys.argv[1:])
     words = _words()
-    if words[:1] not in [[verb.name] for verb in all_verbs() if verb.by_several]:
-        refuse_several(f"frozencore {' '.join(words[:1])}".strip())
+    named = [word for word in words if word != DEBUG][:1]
+    if named not in [[verb.name] for verb in all_verbs() if verb.by_several]:
+        refuse_several(f"frozencore {' '.join(named)}".strip())
     console.quiet = not is_first()
     if _COMPLETES not in os.environ:
         refuse_unknown_verb(words)

@@ -192,6 +192,6 @@ calibrate = RunCommand(
     _calibrate,
     without=(
         "basis", "start_from", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "save_steps",
-        "report_to", "patience", "samples", "exact_match", "forgetting",
+        "report_to", "patience", "samples", "exact_match", "forgetting", "bits", "select_by", "max_new_tokens",
     ),
 )  # fmt: skip

@@ -14,6 +14,7 @@ import typer
 from frozencore.errors import LAB_MISSING, ConfigError
 from frozencore.text import unknown_name
 
+DEBUG = "--debug"
 RESUMED = "the same command with --resume continues from what is saved"
 GOES_ON = "the same command continues from what is saved"
 NOTHING_KEPT = "nothing is saved yet"
@@ -122,7 +123,7 @@ def add_verbs(app: typer.Typer, words: Collection[str]) -> None:
 
 def refuse_unknown_verb(words: Sequence[str]) -> None:
     """Raise ConfigError if the first word is no verb, or is a verb of the lab, which is not installed."""
-    word = next((word for word in words if word != "--debug"), "-")
+    word = next((word for word in words if word != DEBUG), "-")
     verbs = [verb.name for verb in all_verbs()]
     if word.startswith("-") or word in verbs:
         return

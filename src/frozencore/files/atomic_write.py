@@ -12,7 +12,10 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from safetensors import SafetensorError
+
 from frozencore.errors import ArtifactError
+from frozencore.text import one_line
 
 _MARKS = ("adapter_config.json", "config.json", "basis.json", "genai_config.json")
 
@@ -22,17 +25,21 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary name, which is renamed to ``path`` if the block ends without an error.
 
     A process killed in the block leaves the file ``.NAME.RANDOM.tmp``; see :func:`remove_left`.
+
+    Raises:
+        ArtifactError: The file cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     aside = _temporary(path)
-    try:
-        yield aside
-        with aside.open("rb") as written:
-            os.fsync(written.fileno())
-        allow_as_umask(aside)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with _explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield aside
+            with aside.open("rb") as written:
+                os.fsync(written.fileno())
+            allow_as_umask(aside)
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 def remove_left(folder: Path, name: str = "*") -> None:
@@ -81,8 +88,11 @@ def _explained(path: Path) -> Iterator[None]:
     """Name the file or folder that the user gave in an error of the system; the system names the temporary one."""
     try:
         yield
-    except OSError as error:
-        raise ArtifactError(f"{path} cannot be written: {error.strerror}. Check folder and free space.") from error
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno is None:  # one of transformers', which is not about writing
+            raise
+        reason = one_line(error, 200) if isinstance(error, SafetensorError) else error.strerror
+        raise ArtifactError(f"{path} cannot be written: {reason}. Check folder and free space.") from error
 
 
 def _temporary(path: Path) -> Path:
@@ -161,7 +171,7 @@ def read_lines(path: Path) -> list[str]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
-    with _explained(path), atomic_write(path) as aside:
+    with atomic_write(path) as aside:
         aside.write_text(text, encoding="utf-8")
 
 

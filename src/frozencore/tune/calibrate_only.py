@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,16 +10,18 @@ from frozencore.adapter.bases import save_basis
 from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.distributed import broadcast_from_rank0, raise_on_any_rank
 from frozencore.errors import ConfigError
+from frozencore.files.atomic_write import require_writable
 from frozencore.text import Progress
 from frozencore.tune.adapt import calibration_batches, own_share
 from frozencore.tune.adapters import add_adapter, save_adapter
 from frozencore.tune.calibration_record import CalibrationSummary
 from frozencore.tune.config import RunConfig
-from frozencore.tune.folder import ADAPTER, BASIS, RECORD, require_new
+from frozencore.tune.folder import ADAPTER, BASIS, RECORD, locked, require_new
 from frozencore.tune.load import prepare, resolve_targets
 from frozencore.tune.locate import find_tenants
 from frozencore.tune.make_record import calibrated_on
 from frozencore.tune.many.tenant_rows import read_tenants
+from frozencore.tune.processes import is_first
 
 
 def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_tenants: bool = False) -> Calibration:
@@ -33,7 +36,7 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
         ConfigError: The method reads no data, or calibration rows were named beside tenants.
         DataError: There are no tenants, or the file of one has bad rows.
         ArtifactError: ``out`` holds a finished run, an adapter or a basis already.
-        TrainingError: ``out`` holds an interrupted run.
+        TrainingError: ``out`` holds an interrupted run, or another process writes there.
     """
     if not config.method.moments_needed:
         raise ConfigError(
@@ -41,22 +44,25 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
         )
     if of_tenants and config.rows.calibration_data is not None:
         raise ConfigError("--tenants calibrates on rows of each tenant: leave --calibration-data out.")
-    with raise_on_any_rank():
-        require_new(out, RECORD, ADAPTER, BASIS)
-        if of_tenants:
-            inputs, _ = read_tenants(config, find_tenants(Path(config.rows.learns)), progress)
-        else:
-            inputs = prepare(config.model, config.rows, config.scoring, progress)
-        batches = own_share(calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id))
-    targets = resolve_targets(config.method, inputs.model)
-    model = add_adapter(config.method.entry, inputs.model, replace(config.method, target_modules=targets))
-    calibration = calibrate(model, batches, options=config.method.calibration, progress=progress)
+    with ExitStack() as held:
+        with raise_on_any_rank():
+            require_writable(out)
+            if is_first():
+                held.enter_context(locked(out))
+            require_new(out, RECORD, ADAPTER, BASIS)
+            if of_tenants:
+                inputs, _ = read_tenants(config, find_tenants(Path(config.rows.learns)), progress)
+            else:
+                inputs = prepare(config.model, config.rows, config.scoring, progress)
+            batches = own_share(calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id))
+        targets = resolve_targets(config.method, inputs.model)
+        model = add_adapter(config.method.entry, inputs.model, replace(config.method, target_modules=targets))
+        calibration = calibrate(model, batches, options=config.method.calibration, progress=progress)
 
-    def save() -> None:
-        out.mkdir(parents=True, exist_ok=True)
-        save_adapter(config.method.entry, model, out / ADAPTER, out)
-        read = calibrated_on(config.method, config.rows, inputs.rows, CalibrationSummary.of(calibration))
-        save_basis(model, out / BASIS, calibrated_on=read)
+        def save() -> None:
+            save_adapter(config.method.entry, model, out / ADAPTER, out)
+            read = calibrated_on(config.method, config.rows, inputs.rows, CalibrationSummary.of(calibration))
+            save_basis(model, out / BASIS, calibrated_on=read)
 
-    broadcast_from_rank0(save)
+        broadcast_from_rank0(save)
     return calibration

@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from frozencore.adapter.layer import layer_shape
-from frozencore.device import computes_fast, memory_of, resolve_device
+from frozencore.device import memory_of, resolve_device
 from frozencore.files.fingerprint import base_tensors, stored_tensors
 from frozencore.tune.adapters import add_adapter, targeted_layers
 from frozencore.tune.config_parts import ModelConfig
-from frozencore.tune.load import Base, load_config, load_tokenizer, without_weights
+from frozencore.tune.load import Base, load_config, load_tokenizer, run_dtype, without_weights
 from frozencore.tune.methods import METHODS, MethodConfig, Targets
 from frozencore.tune.training.callbacks import total_bytes
 
@@ -108,13 +108,14 @@ HEAP = 1.65  # measured: smaller blocks leave holes, so that the heap is this mu
 def outline_of(config: ModelConfig) -> Base:
     """A configured model without weights, on the meta device in the dtype of the run, with its tokenizer."""
     architecture = load_config(config.name)
-    saved = architecture.get_text_config().dtype
+    model, saved = without_weights(architecture), architecture.get_text_config().dtype
     dtype = saved if isinstance(saved, torch.dtype) else torch.float32
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
-    elif not computes_fast(dtype, resolve_device(config.device)):
-        dtype = torch.float32
-    return Base(without_weights(architecture).to(dtype=dtype), load_tokenizer(config.name))
+    elif getattr(architecture, "quantization_config", None) is None:
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        dtype = run_dtype(dtype, num_parameters, resolve_device(config.device))
+    return Base(model.to(dtype=dtype), load_tokenizer(config.name))
 
 
 def estimate_bytes(config: MethodConfig, base: nn.Module, targets: Targets, num_rows: int, length: int) -> int:

@@ -209,7 +209,7 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
             )  # fmt: skip
             write_lines(out / subject / one.name / PREDICTIONS, map(asdict, score.predictions))
     if len(failures) == len(scores):
-        raise failures[-1]
+        raise failures[0]
     record = EvaluationRecord(
         format=1,
         model=evaluation.model,

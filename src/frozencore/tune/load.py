@@ -79,11 +79,17 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
     tokenizer, model = _loaded(name, lambda loading: (_tokenizer(loading), _weights(loading, dtype)), refusal)
     model.name_or_path = model.config.name_or_path = full_name(model_location(name))  # a GGUF file, not its folder
     model = model.to(place).eval()
-    is_slow = dtype == "auto" and not computes_fast(model.dtype, place) and not getattr(model, "is_quantized", False)
-    if is_slow and torch.float32.itemsize * model.num_parameters() <= SHARE_OF_MEMORY * memory_of(place):
+    is_quantised = getattr(model, "is_quantized", False)
+    if dtype == "auto" and not is_quantised and run_dtype(model.dtype, model.num_parameters(), place) != model.dtype:
         model = model.float()
     _require_causal(model, name)
     return model, tokenizer
+
+
+def run_dtype(saved: torch.dtype, num_parameters: int, place: torch.device) -> torch.dtype:
+    """The dtype of ``auto``: float32 on a CPU that is slow in the saved one and has the memory; else the saved one."""
+    fits = torch.float32.itemsize * num_parameters <= SHARE_OF_MEMORY * memory_of(place)
+    return torch.float32 if fits and not computes_fast(saved, place) else saved
 
 
 def dtype_in_words(model: PreTrainedModel, dtype: str) -> str | None:

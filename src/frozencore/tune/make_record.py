@@ -75,9 +75,8 @@ def make_record(
         "row_losses": after.row_losses and after.row_losses.recorded,
         "processes": num_ranks() if num_ranks() > 1 else None,
     }
-    if after.task is not None:
-        start = before.task.accuracy if before.task else after.task.chance
-        further |= {"accuracy_before": start, "accuracy": after.task.accuracy, "score": after.task}
+    if before.task is not None and after.task is not None:
+        further |= {"accuracy_before": before.task.accuracy, "accuracy": after.task.accuracy, "score": after.task}
     return TunedRecord(
         format=RECORD_FORMAT,
         config=RecordedConfig.of(config),

@@ -279,7 +279,7 @@ class Resources(RecordPart):
 
 
 class Resolved(RecordPart):
-    """The decisions that the configuration left open; chat and evaluate use the prompt style, dtype and system text.
+    """The decisions that the configuration left open. Chat uses style, dtype and system text, evaluate the style.
 
     Attributes:
         prompt_style: ``chat`` (the tokenizer's template) or ``plain``.

@@ -27,6 +27,7 @@ from frozencore.tune.scoring.score import ScoredRows
 
 USER_ROWS = "own rows"
 IN_BOTH = "also in --eval-data"
+SCORED_TOO = "scored, so not calibrated on (--calibration-data)"
 Rows = TypeVar("Rows")
 MOST_ROWS = 20_000  # about a hundred megabytes for the paper's tasks
 
@@ -224,10 +225,13 @@ class UserData:
         if is_trial or chooses:
             train, validation = hold_out(train, texts)
         if not train:
-            why = "read alike" if len(rows) > unused[IN_BOTH] else "are all in --eval-data too"
-            raise NoRowsError(
-                f"{config.learns} needs rows to train on beside those held out, but its {len(rows)} rows {why}."
-            )
+            why = ", all held out: give more rows, or a smaller --num-evaluation"
+            if len(rows) == unused[IN_BOTH]:
+                why = ", all in --eval-data too"
+            elif len(rows) > len(set(texts.values())) == 1:
+                why = " that read alike"
+            has = num_of(len(rows), "row")
+            raise NoRowsError(f"{config.learns} needs rows to train on beside those held out, but has {has}{why}.")
         if is_trial and self.held_out is None:
             unused["kept to evaluate on"] = len(evaluation)
         unused["beyond --num-train"] = len(train[config.num_train :]) if config.num_train else 0
@@ -242,6 +246,7 @@ class UserData:
             "10% of train" if validation else "none",
             sum(file.left_out[TOO_LONG] for file in self.every),
             self.reading(unused, (*train, *scored)),
+            max_new_tokens=scoring.max_new_tokens or max(SHORT + 1, *map(_num_answer, (*scored, *chosen_on))),
         )
 
     def scoring(
@@ -278,6 +283,11 @@ class UserData:
         )
 
 
+def _num_answer(row: TokenRow) -> int:
+    """The tokens of a row's answer, its end token included."""
+    return len(row.input_ids) - row.answer_start
+
+
 OTHER_ROWS = 32
 
 
@@ -309,6 +319,11 @@ class RunRows:
     def held_out(self) -> list[TokenRow]:
         """The rows that give the run's score, as tokens."""
         return self.scored.tokens
+
+    @property
+    def scored_or_choosing(self) -> list[TokenRow]:
+        """The rows that give the run's score or choose a step."""
+        return [*self.held_out, *(self.validation.tokens if self.validation else [])]
 
     @property
     def task(self) -> str | None:
@@ -362,11 +377,13 @@ def prepare_rows(
     given = read_given(config, scoring, encoder, kept)
     train, scored = list(given.train), list(given.scored)
     calibration = train
-    if config.calibration_data is not None:
-        calibration = _other_training_rows(config, scoring, encoder, kept)
     read: dict[str, Any] = {
         name: value for name, value in given.reading if name in given.reading.model_fields_set and value is not None
     }
+    if config.calibration_data is not None:
+        calibration, num_scored = other_calibration_rows(config, scoring, encoder, (*scored, *given.validation), kept)
+        if num_scored:
+            read["left_out"] = {**read.get("left_out", {}), SCORED_TOO: num_scored}
     if config.too_long == "cut":
         sets = (train, scored, () if given.validation is given.scored else given.validation)
         read["cut"] = sum(row.num_cut > 0 for rows in sets for row in rows)
@@ -379,7 +396,7 @@ def prepare_rows(
         validation_from=given.validation_from,
         **read,
     )
-    systems = encoder.systems
+    systems = {row.system for row in train}
     return RunRows(
         train,
         calibration_rows(calibration, config.calibration_size, seed=config.seed),
@@ -389,9 +406,33 @@ def prepare_rows(
         if given.validation
         else None,
         given.epochs,
-        (next(iter(systems)) or None) if len(systems) == 1 else None,
+        (systems.pop() or None) if len(systems) == 1 else None,
         _other_texts(config, scoring, encoder, kept),
     )
+
+
+def other_calibration_rows(
+    config: RowsConfig,
+    scoring: ScoringConfig,
+    encoder: PromptEncoder,
+    scored: Iterable[TokenRow],
+    kept: RowCache | None = None,
+) -> tuple[list[TokenRow], int]:
+    """The training rows of ``calibration_data`` without those that are scored, and the number of these.
+
+    Raises:
+        NoRowsError: Every row is scored.
+        DataError, ConfigError: The rows cannot be read.
+    """
+    rows = _other_training_rows(config, scoring, encoder, kept or RowCache())
+    taken = {tuple(row.input_ids) for row in scored}
+    left = [row for row in rows if tuple(row.input_ids) not in taken]
+    if not left:
+        raise NoRowsError(
+            f"--calibration-data {config.calibration_data} holds only rows that are scored too. Name other rows, or "
+            "leave it out: then the training rows are calibrated on."
+        )
+    return left, len(rows) - len(left)
 
 
 def _other_training_rows(

@@ -188,6 +188,15 @@ def test_a_request_gets_the_tenant_as_it_is_now_and_an_error_of_its_own(
     assert ask("lora").lora_name == "lora"  # an adapter of vLLM's own ways
 
 
+def test_the_cache_is_the_users_own(monkeypatch: pytest.MonkeyPatch, shop: Shop, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = Tenants(shop.tenants, frozencore_vllm.own_cache())
+    shop.write("gus", seed=1)
+    own.find(str(shop.model), "gus")
+    assert own.cache.is_relative_to(tmp_path)
+    assert own.cache.stat().st_mode & 0o077 == 0
+
+
 def test_nothing_of_vllm_changes_when_a_basis_model_is_opened(shop: Shop, vllm: Registry) -> None:
     from transformers import AutoModelForCausalLM
 

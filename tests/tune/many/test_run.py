@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import get_peft_model
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from forked import start
@@ -28,6 +29,7 @@ from frozencore.tune.config import make_config
 from frozencore.tune.locate import find_tenants
 from frozencore.tune.many import run as run_module
 from frozencore.tune.many.run import TenantOutcome, execute_many
+from frozencore.tune.many.tenant_rows import read_tenants, tenants_of
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, read_record
 from frozencore.tune.run import execute
@@ -480,3 +482,44 @@ def test_a_damaged_file_of_an_unfinished_tenant_is_one_line(tenants: Path, tmp_p
     (out / "unfinished/anna.safetensors").write_bytes(b"half")
     with pytest.raises(ArtifactError, match=r"anna.safetensors is damaged .*Remove it to train this tenant anew"):
         execute_many(config_of(tenants), out, silent, num_slots=2, resume=True)
+
+
+def test_rows_that_any_tenant_is_scored_on_are_not_calibrated_on(tenants: Path, tmp_path: Path) -> None:
+    every = tmp_path / "every.jsonl"
+    every.write_text("".join((tenants / f"{name}.jsonl").read_text() for name in SIZES))
+    config = config_of(tenants, calibration_data=str(every), calibration_size=1000, select_checkpoint="epoch")
+    inputs, rows = read_tenants(*tenants_of(config), silent)
+    unseen = {tuple(row.input_ids) for one in rows.values() for row in one.rows.scored_or_choosing}
+    assert inputs.rows.calibration
+    assert {tuple(row.input_ids) for row in inputs.rows.calibration}.isdisjoint(unseen)
+    assert {one.config.rows.calibration_data for one in rows.values()} == {str(every)}  # stands in the records
+
+
+def test_a_tenant_that_could_not_be_written_keeps_the_steps_that_it_had(
+    tenants: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, out = config_of(tenants, select_checkpoint="epoch"), tmp_path / "out"
+
+    def told(stage: str, done: int, *_: object) -> None:
+        if stage == "train" and done >= 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.raises(TrainingError, match="are saved"):
+            execute_many(config, out, told, num_slots=2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    kept = {file.name: file.read_bytes() for file in (out / "unfinished").iterdir()}
+
+    def fail(*_: object, **__: object) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr("frozencore.adapter.folders.save_file", fail)
+        outcomes = execute_many(config, out, silent, num_slots=2, resume=True)
+    assert {one.reason for one in outcomes.values() if isinstance(one, Failure)} == {"not written"}
+    assert all("No space left" in one.message for one in outcomes.values() if isinstance(one, Failure))
+    assert {file.name: file.read_bytes() for file in (out / "unfinished").iterdir()} == kept
+    outcomes = execute_many(config, out, silent, num_slots=2, resume=True)
+    assert not any(isinstance(one, Failure) for one in outcomes.values())

@@ -338,6 +338,16 @@ def test_a_template_that_hides_the_turns_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_a_call_whose_function_is_no_object_is_refused_in_one_line(encoder_of: Callable[..., PromptEncoder]) -> None:
+    called = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": "capital", "arguments": {"of": "France"}}],
+    }
+    with pytest.raises(DataError, match="Row row-1: 'function' of a tool call must hold an object .* holds 'capital'"):
+        row_of(encoder_of(PLAIN), [ASKED, called])
+
+
 def test_loss_and_batches_count_the_turns_alone(
     encoder_of: Callable[..., PromptEncoder], byte_model: nn.Module
 ) -> None:

@@ -198,5 +198,7 @@ def test_a_terminal_is_not_waited_for_and_the_code_of_a_data_set_is_not_run(
 
 
 def test_a_card_names_a_file_without_its_folder(folder: Path) -> None:
+    (folder / "private").mkdir()
     named_as = {str(folder / "README.md"): "README.md", "-": "standard input", "a/b:train": "a/b:train"}
+    named_as |= {f"{folder / 'private'}:train[:9]": "private:train[:9]"}
     assert {data: named(data) for data in named_as} == named_as

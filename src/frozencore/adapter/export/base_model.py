@@ -97,12 +97,20 @@ def load_base_model(base: str, dtype: str, loading: dict[str, Any], not_quantise
 
 
 def save_tokenizer(directory: Path, out: Path, loading: dict[str, Any]) -> None:
-    """Write the tokenizer of the adapter, else of the base model, if there is one."""
+    """Write the tokenizer of the adapter, else of the base model, if there is one that can be read; else warn."""
     if (directory / _TOKENIZER).is_file():
         loading = {**loading, "pretrained_model_name_or_path": str(directory), "local_files_only": True}
     place = Path(loading["pretrained_model_name_or_path"])
     if not place.is_dir() or (place / _TOKENIZER).is_file():
-        AutoTokenizer.from_pretrained(**loading).save_pretrained(out)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(**loading)
+        except Exception as error:  # transformers raises many kinds
+            reason = why_unreadable(loading, error)
+            warnings.warn(
+                f"The export has no tokenizer, because that of {place} cannot be read: {reason}", stacklevel=2
+            )
+            return
+        tokenizer.save_pretrained(out)
 
 
 def _architecture(base: str | Path) -> nn.Module:

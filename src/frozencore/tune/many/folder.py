@@ -14,8 +14,8 @@ from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import ADAPTER, FAILURE, HASHES, RECORD, locked, record_of_run
 from frozencore.tune.record import RecordedConfig, TunedRecord
 
-PLACES = frozenset({"model", "data", "eval_data", "data_root", "device", "basis", "start_from"})
-"""Options that say where something is; its content is hashed."""
+HASHED = frozenset({"model", "data", "eval_data", "data_root", "device", "basis", "start_from"})
+"""Options that say where something is: a resumed run compares the hashes of what is there."""
 _WAY_OUT = "Choose another --out, or move that folder away."
 
 
@@ -124,6 +124,6 @@ def resume_key(config: RecordedConfig, hashes: Mapping[str, str | None]) -> dict
     content = config.content()
     options: dict[str, Any] = {"on a named basis": content.get("basis") is not None}
     for name, value in content.items():
-        if name not in PLACES:
+        if name not in HASHED:
             options |= value if isinstance(value, dict) else {name: value}
     return options | {f"hash of {name}": digest for name, digest in hashes.items()}

@@ -57,6 +57,7 @@ from frozencore.tune.run import recipe_of
 from frozencore.tune.scoring.score import Score
 from frozencore.tune.training.recipe import Recipe
 
+NOT_WRITTEN = "not written"
 TenantOutcome = TunedRecord | Failure
 """The content of a tenant's ``result.json`` or ``failure.json``."""
 
@@ -125,7 +126,8 @@ def execute_many(
             )
         for number, name in enumerate(to_train, start=1):
             tenant, of_tenant = tenants[name], partial(_measuring, progress, number, len(to_train))
-            recipe = with_rate(tenant.recipe, adapted.model, inputs.encoder.pad_id, tenant.rows, of_tenant)
+            with naming_tenant(repr(name)):
+                recipe = with_rate(tenant.recipe, adapted.model, inputs.encoder.pad_id, tenant.rows, of_tenant)
             tenants[name] = replace(tenant, recipe=recipe)
         if start is not None:
             swap_core(adapted.model, start)
@@ -250,8 +252,9 @@ class Finisher:
             why = trained.diverged
             if why is None and not math.isfinite(losses[name]):
                 why = "Training diverged: the held-out loss is not finite."
-            self.outcomes[name] = self._finish(name, trained, losses.get(name, math.nan), why)
-            unfinished_file(self.folder, name).unlink(missing_ok=True)
+            outcome = self.outcomes[name] = self._finish(name, trained, losses.get(name, math.nan), why)
+            if not isinstance(outcome, Failure) or outcome.reason != NOT_WRITTEN:  # --resume goes on from its steps
+                unfinished_file(self.folder, name).unlink(missing_ok=True)
 
     def _rounded(self, name: str, trained: Trained) -> Trained:
         if trained.core is None:
@@ -284,7 +287,7 @@ class Finisher:
                 with atomic_folder(folder, overwrite=None) as aside:
                     return self._write(name, trained, loss, aside)
         except FrozenCoreError as error:
-            return self._failure(name, "not written", str(error))
+            return self._failure(name, NOT_WRITTEN, str(error))
 
     def _failure(self, name: str, reason: str, message: str) -> Failure:
         device = next(self.adapted.model.parameters()).device

@@ -17,7 +17,8 @@ from frozencore.tune.locate import find_tenants
 from frozencore.tune.processes import num_started, own_number
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.sources import is_named
-from frozencore.tune.run_rows import RunRows
+from frozencore.tune.rows.splits import calibration_rows
+from frozencore.tune.run_rows import RunRows, other_calibration_rows
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,18 @@ def read_tenants(
     tenants: dict[str, TenantRows] = {}
     for number, (name, file) in enumerate(files.items(), start=1):
         config_here = config.replaced(data=str(file))
+        own_rows = config_here.replaced(calibration_data=None).rows
         with naming_tenant(f"{name!r}, {file}"):
-            inputs = prepare(config.model, config_here.rows, config.scoring, lambda *_: None, base)
+            inputs = prepare(config.model, own_rows, config.scoring, lambda *_: None, base)
         tenants[name] = TenantRows(config_here, inputs.rows)
         progress("load", number, len(files), f"{name}: {inputs.rows.in_words}")
-    sets = [one.rows.calibration for one in tenants.values()]
-    calibration = sets[0] if config.rows.calibration_data is not None else _spread(sets, config.rows.calibration_size)
+    every, size = [one.rows for one in tenants.values()], config.rows.calibration_size
+    if config.rows.calibration_data is None:
+        calibration = _spread([rows.calibration for rows in every], size)
+    else:
+        scored = [row for rows in every for row in rows.scored_or_choosing]
+        left, _ = other_calibration_rows(config.rows, config.scoring, inputs.encoder, scored)
+        calibration = calibration_rows(left, size, seed=config.rows.seed)
     return replace(inputs, rows=replace(inputs.rows, calibration=calibration)), tenants
 
 

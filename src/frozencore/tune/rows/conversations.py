@@ -46,6 +46,7 @@ class RenderedRow:
         num_answer_spans: The number of these spans that the last turn has.
         suffix: The text of the template after the completion. It has no loss and is not read. None if the completion
             has no end token of its own; then one is added.
+        system: The system text that the conversation begins with; empty for none.
         changed: Notes for the user on changes to the row, and on parts that the template does not write.
 
     Raises:
@@ -62,6 +63,7 @@ class RenderedRow:
     loss_spans: tuple[Span, ...] = ()
     num_answer_spans: int = 1
     suffix: str | None = None
+    system: str = ""
     changed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -411,6 +413,12 @@ def _without_flags(message: Message, row_id: str) -> Message:
     calls = kept.get("tool_calls", [])
     if not isinstance(calls, list | tuple):
         kept["tool_calls"] = json_or_value(calls, list, f"Row {row_id}: 'tool_calls' must hold a list")
+    for call in kept.get("tool_calls", ()):
+        if isinstance(call, Mapping) and not isinstance(call.get("function") or {}, Mapping):
+            raise DataError(
+                f"Row {row_id}: 'function' of a tool call must hold an object with a name and arguments, but holds "
+                f"{call['function']!r}."
+            )
     return kept
 
 

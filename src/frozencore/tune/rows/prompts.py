@@ -83,7 +83,6 @@ class PromptEncoder:
         self.max_length = max_length
         self.too_long = too_long
         self.loss_on = loss_on
-        self.systems: set[str] = set()  # the system texts of the rendered conversations; "" for none
         self.eos_id: int = tokenizer.eos_token_id
         self.pad_id = self.eos_id  # padding is masked, and a model may have no embedding of the padding token
         bare, full = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
@@ -205,7 +204,6 @@ class PromptEncoder:
         """
         changed: dict[str, None] = {}
         begins_with = messages[0] if messages[0].get("role") == "system" else {}
-        self.systems.add(str(begins_with.get("content") or ""))
         ends = tuple(filter(None, map(self.tokenizer.convert_ids_to_tokens, self.end_ids)))
         starts = tuple(filter(None, (self.tokenizer.bos_token, *self._starts)))
         cleaned: list[Mapping[str, Any]] = []
@@ -217,7 +215,8 @@ class PromptEncoder:
                 message = {**message, "content": content}
             cleaned.append(message)
         rendered = Conversation(self._template, cleaned, row.id, row.tools).row(self.loss_on, row.num_completion)
-        return replace(rendered, changed=(*changed, *rendered.changed))
+        system = str(begins_with.get("content") or "")
+        return replace(rendered, system=system, changed=(*changed, *rendered.changed))
 
     def _control_tokens(self, text: str) -> list[str]:
         """A note for each special token that a text spells."""
@@ -262,6 +261,7 @@ class PromptEncoder:
             overlap=overlap,
             num_answer_spans=row.num_answer_spans if inner else 1,
             choices=_choice_tokens(row, before, choices) if choices else None,
+            system=row.system,
             changed=row.changed,
         )
 

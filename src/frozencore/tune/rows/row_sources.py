@@ -42,7 +42,12 @@ def sources_of(data: Data) -> tuple[str, ...]:
 
 def named(data: str) -> str:
     """The name of a source on a model card; for a path only its last part, to keep the folder private."""
-    return "standard input" if data == STANDARD_INPUT else Path(data).name if Path(data).exists() else data
+    if data == STANDARD_INPUT:
+        return "standard input"
+    place, split = data, ""
+    if not Path(data).exists() and (match := _SPLIT.fullmatch(data)) is not None:
+        place, split = match["name"], data.removeprefix(match["name"])
+    return Path(place).name + split if Path(place).exists() else data
 
 
 def require_source(data: str, *, option: str = "--data") -> None:
