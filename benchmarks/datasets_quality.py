@@ -27,7 +27,9 @@ Set on 29 November, still before the first run, for a machine of two cores witho
 
 Set on 29 November, after 24 data sets and before the runs of this arm: own bases were made of only 16 rows each, at one
 rate for all. The arm ``tuned`` is what ``frozencore tune`` gives: FCCA of all 96 training rows, and a core at the rate
-that the calibration measures for each data set, without a search.
+that the calibration measures for each data set, without a search. ``measured`` is a core on the shared FCCA basis at
+the rate that is measured on it for each data set. Its runs were set when the first 13 of ``tuned`` had been seen to be
+better than the shared basis at one rate.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from frozencore import Core, basis_id, calibrate, swap_core
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.maths.compress import compress, core_of
 from frozencore.maths.quantise import levels, quantise
-from frozencore.tune.adapt import calibration_batches
+from frozencore.tune.adapt import calibration_batches, rate_for
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.recipe import Recipe
@@ -72,7 +74,7 @@ FIRST_RATES = {
 """Where a search begins: this rate, twice it and half of it."""
 ARMS: Sequence[tuple[str, int]] = [
     ("base", 0), ("fcca", 16), ("lora", 1), ("random", 16), ("own", 16), ("lora", 16), ("fcca", 8), ("fcca", 32),
-    ("rawgrad", 16), ("eva", 16), ("lora_xs", 16), ("tuned", 16),
+    ("rawgrad", 16), ("eva", 16), ("lora_xs", 16), ("tuned", 16), ("measured", 16),
 ]  # fmt: skip
 """The arms with their ranks, what counts most first: ``own`` and ``tuned`` are FCCA of a tenant's own rows."""
 LOWER = ("own, at 0.02", 16)
@@ -83,7 +85,13 @@ PRIMARY = [
     ("shared FCCA minus LoRA, r = 1", ("fcca", 16), ("lora", 1)),
     ("shared FCCA minus shared Random", ("fcca", 16), ("random", 16)),
 ]
-LATER = [("own basis, as `tune` makes it, minus shared FCCA: set later", ("tuned", 16), ("fcca", 16))]
+LATER = [
+    (
+        "set later: own basis, as `tune` makes it, minus shared FCCA, both at measured rates",
+        ("tuned", 16),
+        ("measured", 16),
+    )
+]
 EQUAL = {"loss": 0.03, "exact": 2.0}
 FIRST = ("fcca", 16)
 DIGITS = {"loss": 3, "exact": 1}
@@ -94,6 +102,7 @@ NAMES = {
     "base": "the base model", "fcca": "one FCCA basis", "own": "its own basis", "lora": "a LoRA",
     "random": "one Random basis", "rawgrad": "one RawGrad basis", "eva": "one EVA basis",
     "lora_xs": "one LoRA-XS basis", "tuned": "its own basis, as `tune` makes it",
+    "measured": "one FCCA basis, a measured rate each",
     LOWER[0]: "its own basis at half the rate",
 }  # fmt: skip
 ROWS_AT_ONCE = 16
@@ -107,7 +116,14 @@ CUTS = {
 QUICK_CUTS = {"full cores, 4 bits": (2,), "full cores": (2,), "diagonal cores": (3,), "cut alone": (1,)}
 GROUP = 4
 """How many data sets train together in an arm before the next arm has them."""
-QUICK_ARMS: Sequence[tuple[str, int]] = [("base", 0), ("fcca", 4), ("lora", 2), ("own", 4), ("tuned", 4)]
+QUICK_ARMS: Sequence[tuple[str, int]] = [
+    ("base", 0),
+    ("fcca", 4),
+    ("lora", 2),
+    ("own", 4),
+    ("tuned", 4),
+    ("measured", 4),
+]
 SCORED = "rows 97 to 150 choose rates, the eval files score"
 
 
@@ -194,7 +210,7 @@ class Datasets(Sharing):
         return sorted(self.everyone, key=lambda name: sum(len(row.input_ids) for row in self.train_rows[name]))[:count]
 
     def rate(self, arm: str, rank: int) -> float | None:
-        if arm in ("base", "tuned"):
+        if arm in ("base", "tuned", "measured"):
             return None
         searched = rank if self.quick or arm == "lora" else RANK
         return self.searched_rate(FIRST_RATES[arm], arm, searched, self.adapters(arm, searched, SEED))
@@ -237,8 +253,8 @@ class Datasets(Sharing):
     def adapters(self, arm: str, rank: int, seed: int) -> Callable[[Sequence[Job]], Adapters]:
         if arm == "base":
             return lambda jobs: ((self.model, job, {}) for job in jobs)
-        if arm == "tuned":
-            return partial(self.tuned, rank, seed)
+        if arm in ("tuned", "measured"):
+            return partial(self.tuned if arm == "tuned" else self.measured, rank, seed)
         train = {
             "lora": partial(self.loras, rank=rank, seed=seed), "own": partial(self.on_own_bases, rank=rank, seed=seed),
         }.get(arm) or (lambda jobs: self.on(self.basis(arm, rank, seed), rank, jobs, seed))  # fmt: skip
@@ -252,6 +268,15 @@ class Datasets(Sharing):
                 rate = calibrate(model, batches, progress=False).learning_rate
                 for trained, _, about in self.cores(model, [(name, rate)], seed, shared=False):
                     yield trained, (name, None), {**about, "rate": rate}
+
+    def measured(self, rank: int, seed: int, jobs: Sequence[Job]) -> Adapters:
+        """Cores on the shared FCCA basis, each at its measured rate."""
+        with self.adapted("random", rank, 0, self.basis("fcca", rank, seed)) as model:
+            rates = {
+                name: rate_for(model, self.encoder.pad_id, self.train_rows[name], lambda *_: None) for name, _ in jobs
+            }
+            for trained, (name, rate), about in self.cores(model, [*rates.items()], seed):
+                yield trained, (name, None), {**about, "rate": rate}
 
     def kept(self, arm: str, rank: int, seed: int, trained: Adapters) -> Adapters:
         """The adapters, whose values are stored for :meth:`rounded`."""
