@@ -175,7 +175,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "served-many": (served_many.table_of, "served_many.json"),
         "tenants-keep": (tenants.keep_table, "tenants.json"),
     },
-    "docs/large-models.md": {"large": (by_hand, "large.json")},
+    "docs/large-models.md": {"large": (by_hand, "large.json"), "large-step": (smollm2.table_of, "coder-half.json")},
     "docs/paper.md": {"outliers": (outliers, "outliers")},
     "examples/README.md": {"private": (private, "private.jsonl")},
     "lab/README.md": {

@@ -138,6 +138,16 @@ def test_merging_keeps_the_logits_and_unmerging_gives_the_same_bits_back_however
     assert torch.equal(logits(model.unload()), plain)
 
 
+def test_an_active_adapter_that_a_merge_leaves_out_is_named() -> None:
+    model = with_two_adapters(torch.float32, tiny_qwen2)
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.warns(UserWarning, match=r"of the active ones other are not merged: they have no effect until"):
+        model.merge_adapter(adapter_names=["default"])
+    with warnings.catch_warnings(record=True) as caught:
+        model.merge_adapter(adapter_names=["other"])
+    assert not any("not merged" in str(one.message) for one in caught)
+
+
 def test_a_merged_weight_that_is_cast_is_restored() -> None:
     model = adapted("random", trained=True)
     before = cores_of(model)[0].get_base_layer().weight.detach().clone()

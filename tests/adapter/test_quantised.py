@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from fixtures import few
-from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_lora
+from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_lora, export_merged
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ModelError
 from frozencore.files.fingerprint import fingerprint_model
@@ -365,3 +365,15 @@ def test_the_lora_export_of_a_quantised_adapter_gives_the_same_logits_on_its_bas
     # how roundings to bfloat16 add up depends on the machine's kernels: .0303 where the CPU has bfloat16 instructions
     tolerance = 1e-5 if QUANTISERS[quantiser].dtype == torch.float32 else 8 * torch.finfo(torch.bfloat16).eps
     assert float((logits(other.eval()) - expected).abs().max() / expected.abs().max()) < tolerance
+
+
+def test_an_adapter_of_a_quantised_base_is_merged_into_the_unquantised_one(folder: Path, tmp_path: Path) -> None:
+    """As docs/large-models.md says: the quantised weights have no record, so the basis names no base."""
+    model = adapted("fcca", model=load(folder, "nf4"), dtype=None)
+    train_at_random(model, size=0.1)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    on_plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(tmp_path / "adapter"))
+    export_merged(tmp_path / "adapter", tmp_path / "merged", base=folder)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.allclose(logits(merged), logits(on_plain), atol=1e-4)
+    assert all(map(torch.equal, factors_of(on_plain), factors_of(model)))

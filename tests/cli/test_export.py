@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import frozencore_basis_model
+from fixtures import CHAT_TEMPLATE
+from frozencore import save_basis
 from frozencore.adapter.export.serving import vllm_max_rank
 from frozencore.tune.pocket import pocket_model_path
 from tiny import adapted, logits, tiny_gpt2, tiny_qwen2
@@ -86,3 +89,21 @@ def test_a_lora_of_conv1d_layers_is_for_peft_alone(command: Command, tmp_path: P
     words = ("export", tmp_path / "core", "--base", tmp_path / "base", "--out", tmp_path / "lora")
     status, out, _ = command(*words)
     assert (status, "PEFT alone loads" in out, "vLLM:" in out) == (0, True, False)
+
+
+@pytest.mark.parametrize("form", ["merged", "basis-model"])
+def test_an_exported_model_stops_where_its_chat_template_ends_an_answer(
+    form: str, command: Command, saved: tuple[Path, Path, PeftModel], tmp_path: Path
+) -> None:
+    adapter, base, model = saved
+    save_basis(model, tmp_path / "basis")
+    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("</s>", "<|im_end|>")
+    tokenizer.save_pretrained(base)
+    source = tmp_path / "basis" if form == "basis-model" else adapter
+    status, out, _ = command("export", source, "--base", base, "--to", form, "--out", tmp_path / "out")
+    assert status == 0
+    assert "<|im_end|> too: so answers end in training." in out
+    settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in settings["eos_token_id"]

@@ -229,3 +229,14 @@ def test_a_name_that_is_no_folder_is_told_with_what_lies_beside_it(
         load_basis("tenants/anna")
     with pytest.raises(ArtifactError, match=r"at somebody/anna: it is neither a folder nor"):
         load_basis("somebody/anna")
+
+
+@pytest.mark.parametrize("load", [load_model, load_config, load_tokenizer])
+def test_an_adapter_beside_a_model_is_not_loaded_with_it_in_silence(
+    load: Callable[[str], object], adapter: Path, tmp_path: Path
+) -> None:
+    tiny_qwen2().save_pretrained(tmp_path / "both")
+    for file in adapter.iterdir():
+        shutil.copy(file, tmp_path / "both")
+    with pytest.raises(ModelError, match=r"both holds one \(adapter_config.json\), which transformers would add to it"):
+        load(str(tmp_path / "both"))

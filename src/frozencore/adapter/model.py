@@ -262,9 +262,17 @@ class FrozenCoreModel(BaseTuner):
             layer.attach_basis_id(adapter_name, total.basis_id, layer.frozencore_mark[first.name].digest)
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-        """Merge as PEFT does, after the checks of merging."""
+        """Merge as PEFT does, after the checks of merging; warn of active adapters that merged weights leave out."""
         self._prepare_merging(adapter_names)
         super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
+        merged = {name for layer in self.model.modules() if isinstance(layer, FrozenCoreLinear)
+                  for name in layer.merged_adapters}  # fmt: skip
+        if merged and (left := [name for name in self.active_adapters if name not in merged]):
+            warnings.warn(
+                f"A merged model computes with merged adapters alone, but of the active ones {', '.join(left)} are not "
+                "merged: they have no effect until unmerge_adapter().",
+                stacklevel=2,
+            )
 
     def _unload_and_optionally_merge(
         self, merge: bool = True, progressbar: bool = False, safe_merge: bool = False,

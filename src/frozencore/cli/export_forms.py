@@ -17,6 +17,7 @@ from frozencore.adapter.folders import read_adapter
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.maths.quantise import default_bits
 from frozencore.tune.load import quiet_loading
+from frozencore.tune.stop_tokens import add_stop_tokens
 
 
 def export_as(
@@ -71,6 +72,7 @@ def lora(adapter: Path, output: Path, base: str | None, dtype: str, rank: int | 
 def merged(adapter: Path, output: Path, base: str | None, dtype: str, overwrite: bool) -> Iterator[str]:
     yield f"Merged model: {export_merged(adapter, output, base=base, dtype=dtype, overwrite=overwrite)}"
     yield "It is a plain model folder: transformers and every engine that serves its base model can load it."
+    yield from _stops(output)
 
 
 def basis_model(
@@ -87,6 +89,7 @@ def basis_model(
     if (size := head_size(done.directory)) not in (None, *VLLM_CPU_HEADS):
         known = ", ".join(map(str, VLLM_CPU_HEADS))
         yield f"vLLM's CPU build refuses requests to this model: its heads have {size} values, not one of {known}."
+    yield from _stops(output)
     yield "TENANTS is the folder that tune-many, tune or compress wrote. More flags, as for a CPU: docs/serving.md."
     yield "Ask tenants that were trained on a chat template at /v1/chat/completions, others at /v1/completions."
 
@@ -107,6 +110,12 @@ def core(adapter: Path, output: Path, bits: int | None, overwrite: bool) -> Iter
     before, after = ((folder / WEIGHTS_FILE).stat().st_size for folder in (adapter, output))
     yield f"Core: {output}, {len(saved.core.values):,} values of {bits} bits, {after:,} bytes ({before:,} before)"
     yield "It loads as the adapter does. Score it before you use it: `frozencore evaluate`."
+
+
+def _stops(folder: Path) -> Iterator[str]:
+    """Let the exported model stop where its chat template ends an answer."""
+    if added := add_stop_tokens(folder):
+        yield f"Generation stops at {', '.join(added)} too: so answers end in training."
 
 
 def _for_vllm(rank: int, way_out: str, basis_model: str | None = None, code: str = "") -> str:

@@ -33,13 +33,18 @@ def safe_loading(model: str) -> dict[str, Any]:
         model: Hub id, folder, or GGUF file, which stands for the folder to which it is unpacked.
 
     Raises:
-        ModelError: It is none of them, the file cannot be read, or the hub does not answer and the model is not in the
-            cache.
+        ModelError: It is none of them, the folder has an adapter, the file cannot be read, or the hub does not answer
+            and the model is not in the cache.
     """
     if (file := find_gguf(model)) is not None:
         from frozencore.files.gguf_model import unpacked  # which imports transformers
 
         model = str(unpacked(file))
+    if (Path(model) / "adapter_config.json").is_file():
+        raise ModelError(
+            f"A model is loaded without any adapter, but {model} holds one (adapter_config.json), which transformers "
+            "would add to it. Name its base model, or move the adapter into a folder of its own, or merge it."
+        )
     only_here = Path(model).is_dir() or not _hub_has(model)
     return {"pretrained_model_name_or_path": model, "local_files_only": only_here, "trust_remote_code": False}
 

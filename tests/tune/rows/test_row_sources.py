@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -149,13 +150,14 @@ WRONG: list[tuple[str, bytes, str]] = [
     ("a.jsonl", b'{"text": "a"}\n{"text": "b", "x": 1, "text": "c"}', "'text' is given twice"),
     ("a.jsonl", b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "'content' is given twice"),
     ("a.json", b'[{"text": "a", "text": "b"}]', "'text' is given twice"),
-    ("a.json", b'{"text": "a"}', "row 1 of the list must be a JSON object, but is 'text'"),
+    ("a.json", b'{"data": [{"text": "a"}]}', "it must be a list of objects, or an object a line, but is {'data'"),
+    ("a.json", b'{"text": "a"}\n3', "line 2 must be a JSON object"),
     ("a.csv", b"text,text\na,b\n", "'text' is given twice"),
     ("a.csv", b'text\n"a\n', "a.csv cannot be read as CSV in UTF-8: .*inside string"),
     ("a.csv", b"text\n\xff\xfe\n", "in UTF-8: .*codec can't decode"),
     ("a.csv", b"text\n", "holds no rows"),
     ("a.csv", b",,text,other\n0,1,a,b\n", "the column '' is given twice"),
-    ("a.tsv", b'text\tother\n"a\tb\n', "a.tsv cannot be read as TSV in UTF-8: .*inside string"),
+    ("a.tsv", b'text\tother\n"a\tb\tc\n', "a.tsv cannot be read as TSV in UTF-8: .*inside string"),
     ("a.csv", b"\n\n", "holds no rows"),
     ("a.csv", b"text,other\na,b,c\n", r"^[^:]*a.csv cannot be read as CSV in UTF-8: .*2 fields in line 2, saw 3"),
     ("a.arrow", b"ARROW1 no", "cannot be read as ARROW"),
@@ -202,3 +204,20 @@ def test_a_card_names_a_file_without_its_folder(folder: Path) -> None:
     named_as = {str(folder / "README.md"): "README.md", "-": "standard input", "a/b:train": "a/b:train"}
     named_as |= {f"{folder / 'private'}:train[:9]": "private:train[:9]"}
     assert {data: named(data) for data in named_as} == named_as
+
+
+def test_a_quote_in_tab_separated_text_is_a_letter_where_each_line_has_all_columns(tmp_path: Path) -> None:
+    plain, quoted = tmp_path / "plain.tsv", tmp_path / "quoted.tsv"
+    plain.write_text('prompt\tcompletion\nsay 0\t"Hello he said\nsay 1\tok\nsay 2\t"Bye she said\n')
+    texts = [row["completion"] for row in read_source(str(plain))]
+    assert texts == ['"Hello he said', "ok", '"Bye she said']
+    rows = [{"prompt": 'a "b"', "completion": "c\td\ne"}, {"prompt": "f", "completion": '"g"'}]
+    pandas.DataFrame(rows).to_csv(quoted, sep="\t", index=False)
+    assert read_source(str(quoted)) == rows
+
+
+def test_an_object_a_line_in_a_json_file_and_spaces_in_a_header_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (tmp_path / "a.csv").write_text("prompt, completion\na, b\n")
+    assert read_source(str(tmp_path / "a.json")) == [{"text": "a"}, {"text": "b"}]
+    assert read_source(str(tmp_path / "a.csv")) == [{"prompt": "a", "completion": " b"}]

@@ -167,8 +167,16 @@ def json_or_value(given: Any, kind: type[Any], rule: str) -> Any:
 
 
 def _read_json(content: IO[bytes]) -> Sequence[RawRow]:
-    """Read one list of objects. A file with an object a line ends in ``.jsonl``."""
-    rows = strict_json(content.read().decode("utf-8-sig"))
+    """Read one list of objects, or an object a line."""
+    whole = content.read()
+    try:
+        rows = strict_json(whole.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        if "Extra data" not in error.msg:
+            raise
+        return list(_read_jsonl(io.BytesIO(whole)))
+    if not isinstance(rows, list):
+        raise ValueError(f"it must be a list of objects, or an object a line, but is {one_line(rows, 60)}.")
     return [_object(row, f"row {number} of the list") for number, row in enumerate(rows, start=1)]
 
 

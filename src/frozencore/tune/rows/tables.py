@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -25,20 +27,39 @@ def decompressed(path: Path, compression: str) -> IO[bytes]:
 
 def _read_separated(content: IO[bytes], *, separator: str) -> list[RawRow]:
     """Read a table as text."""
+    whole = content.read()
+    quoting = csv.QUOTE_NONE if separator == "\t" and _is_plain(whole) else csv.QUOTE_MINIMAL
     try:
         table = pandas.read_csv(
-            content, sep=separator, header=None, dtype=str, keep_default_na=False, encoding="utf-8-sig"
-        )
+            io.BytesIO(whole), sep=separator, header=None, dtype=str, keep_default_na=False, encoding="utf-8-sig",
+            quoting=quoting,
+        )  # fmt: skip
     except pandas.errors.EmptyDataError:
         return []
     lines = table.fillna("").to_numpy().tolist()
     while lines and not any(map(str.strip, lines[0])):  # before the header
         lines.pop(0)
     names, *rows = lines or [[]]
-    while names and not names[-1].strip() and not any(row[len(names) - 1].strip() for row in rows):
+    names = [name.strip() for name in names]
+    while names and not names[-1] and not any(row[len(names) - 1].strip() for row in rows):
         names.pop()  # separators at the end of the line, as spreadsheets write them
     require_once(names, "column")
     return [dict(zip(names, row, strict=False)) for row in rows]
+
+
+def _is_plain(whole: bytes) -> bool:
+    """Return whether a quote in tab-separated text is a letter: each line has all columns, and quotes would join some.
+
+    Such files have no quoting; those of spreadsheets have quotes around a cell with a tab, a line end or a quote.
+    """
+    lines = [line for line in whole.decode("utf-8-sig").split("\n") if line.strip()]
+    counts = {line.count("\t") for line in lines}
+    if len(counts) != 1 or counts == {0}:
+        return False
+    try:
+        return len(list(csv.reader(lines, delimiter="\t", strict=True))) != len(lines)
+    except csv.Error:
+        return True
 
 
 def _read_parquet(content: IO[bytes]) -> Iterable[RawRow]:

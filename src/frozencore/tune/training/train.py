@@ -46,6 +46,7 @@ from frozencore.tune.training.trainer import (
     RowCollator,
     adapters_known,
     own_use_cache,
+    row_without_loss,
 )
 
 LOGS = "logs"
@@ -140,7 +141,7 @@ def train(
                     model, recipe, share, folder, save_steps=save_steps, score_steps=score_steps, report_to=report_to
                 ),
                 data_collator=collate,
-                train_dataset=list(rows),
+                train_dataset=[*rows, row_without_loss(pad_id)],
                 eval_dataset=[],  # the trainer scores by its selection
                 callbacks=callbacks,
             )

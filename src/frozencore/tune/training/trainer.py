@@ -40,22 +40,33 @@ RowCollator = Callable[[Sequence[TokenRow]], dict[str, Any]]
 class RowOrder(Sampler[int]):
     """The rows in the order of the recipe.
 
-    accelerate distributes batches over processes in turn, so all processes together train on the rows of one step; it
-    fills the last step of an epoch with the first rows (``even_batches``).
+    accelerate distributes batches over processes in turn, so all processes together train on the rows of one step. It
+    would fill the last batches of an epoch with rows that were trained on already, so the index behind the rows, that
+    of a row without loss (:func:`row_without_loss`), fills them here.
+
+    Args:
+        at_once: Rows of one pass of all processes.
     """
 
-    def __init__(self, num_rows: int, recipe: Recipe) -> None:
+    def __init__(self, num_rows: int, recipe: Recipe, at_once: int) -> None:
         self._num_rows, self._recipe, self._epoch = num_rows, recipe, 0
+        self._missing = -num_rows % at_once if num_ranks() > 1 else 0
 
     def __len__(self) -> int:
-        return self._num_rows
+        return self._num_rows + self._missing
 
     def __iter__(self) -> Iterator[int]:
         yield from self._recipe.row_order(self._num_rows, self._epoch)
+        yield from [self._num_rows] * self._missing
 
     def set_epoch(self, epoch: int) -> None:
         """Called before each epoch."""
         self._epoch = epoch
+
+
+def row_without_loss(pad_id: int) -> TokenRow:
+    """A row that adds nothing to a step."""
+    return TokenRow("", [pad_id, pad_id], num_context=2)
 
 
 GROUPS = "groups"
@@ -126,6 +137,8 @@ ADAPTERS_LOADED = "_hf_peft_config_loaded"  # transformers' own name
 class CompletionTrainer(Trainer):
     """Train by the recipe's order of rows and learning rates, with logits only at tokens with loss.
 
+    The last row of the data set is one without loss, which fills the last batches of several processes.
+
     The prompt's logits over a large vocabulary are expensive. The loss is the mean over the tokens of a step, however
     it is split into batches; a batch of groups (:class:`GroupingCollator`) is run group by group.
     """
@@ -137,7 +150,7 @@ class CompletionTrainer(Trainer):
         super().__init__(**trainer)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return RowOrder(len(self.train_dataset), self.recipe)
+        return RowOrder(len(self.train_dataset) - 1, self.recipe, self.args.train_batch_size * num_ranks())
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         share = partial(self.recipe.share_of_rate, num_steps=num_training_steps)
@@ -161,6 +174,9 @@ class CompletionTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
+        if num_ranks() > 1 and not _num_targets(inputs):  # rows without loss alone, whose mean loss would be NaN
+            output = model(**{name: value for name, value in inputs.items() if name != "labels"})
+            return (0 * output.logits.sum(), output) if return_outputs else 0 * output.logits.sum()
         if self._can_skip_logits:
             targets = inputs["labels"][:, 1:]
             kept = (targets != IGNORED).any(0).nonzero().squeeze(-1)
