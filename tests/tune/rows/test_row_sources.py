@@ -43,6 +43,20 @@ def test_a_split_of_a_folder_is_its_rows_and_may_be_cut(folder: Path) -> None:
     assert read_source(f"{folder}:train[1:3]") == ROWS[1:3]
 
 
+@pytest.mark.parametrize("ending", ["csv", "tsv", "csv.gz"])
+def test_a_table_in_a_folder_has_the_texts_of_the_file_itself(ending: str, tmp_path: Path) -> None:
+    lines = "instruction,input,output\nIs it?,None,007\nIs it?,x,NA\nWhen?,y,2020-01-01\n"
+    content = lines.replace(",", "\t" if ending == "tsv" else ",").encode()
+    file = tmp_path / "d" / f"train.{ending}"
+    file.parent.mkdir()
+    file.write_bytes(gzip.compress(content) if ending == "csv.gz" else content)
+    rows = read_source(str(file))
+    assert [row["output"] for row in rows] == ["007", "NA", "2020-01-01"]
+    assert read_source(f"{file.parent}:train") == rows
+    assert read_source(f"{file.parent}:train[1:]") == rows[1:]
+    assert read_source(f"{file.parent}:train[:34%]") == rows[:1]
+
+
 def test_a_file_that_is_not_there_is_guessed_among_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "tickets.csv").write_text("prompt,completion\na,b\n")
     with pytest.raises(DataError, match=r"^--data: there is no file .*tikets.csv. Did you mean .*/tickets.csv\?$"):

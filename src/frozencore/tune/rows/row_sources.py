@@ -92,7 +92,7 @@ def read_source(data: str, *, option: str = "--data") -> list[RawRow]:
     if data == STANDARD_INPUT and (sys.stdin is None or sys.stdin.isatty()):
         kind = "closed" if sys.stdin is None else "a terminal"
         raise ConfigError(f"--data - reads JSONL from a pipe or a file, but the standard input is {kind}.")
-    return _rows_of(path, origin)
+    return rows_of_file(path, origin)
 
 
 def first_rows(data: str, num_rows: int = 100) -> list[RawRow]:
@@ -101,10 +101,15 @@ def first_rows(data: str, num_rows: int = 100) -> list[RawRow]:
     Raises:
         DataError: The file is empty or damaged.
     """
-    return _rows_of(Path(data), data, num_rows) if Path(data).is_file() else []
+    return rows_of_file(Path(data), data, num_rows) if Path(data).is_file() else []
 
 
-def _rows_of(path: Path, origin: str, num_rows: int | None = None) -> list[RawRow]:
+def rows_of_file(path: Path, origin: str, num_rows: int | None = None) -> list[RawRow]:
+    """The rows of a file, or the first so many; ``origin`` names it in errors.
+
+    Raises:
+        DataError: The file is empty or damaged.
+    """
     name = row_file(path.name)
     try:
         if name is None:
