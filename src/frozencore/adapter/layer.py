@@ -181,7 +181,8 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         if rows.num_rows and self.has_batch_axis and len(x) != rows.num_rows:
             raise ValueError(
                 "Length of `adapter_names` should be the same as the number of inputs, but got "
-                f"{rows.num_rows} and {len(x)} respectively. Each row must be one input of layer {self.name!r}."
+                f"{rows.num_rows} and {len(x)} respectively. Each row must be one input of layer {self.name!r}; where "
+                "`generate` repeats rows (num_beams, num_return_sequences), say so: CoreBank.rows(names, num_beams=)."
             )
         for part in rows.parts:
             if part.rows is None:
