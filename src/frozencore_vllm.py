@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
-from tempfile import mkdtemp
+from tempfile import gettempdir, mkdtemp
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +64,10 @@ def register() -> None:
 
 def own_cache() -> Path:
     """The user's own folder for the LoRAs of tenants: what stands there is trusted."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "frozencore", "tenants")
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "frozencore", "tenants")
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(gettempdir(), f"frozencore-tenants-{os.getuid()}")
 
 
 # ---------------------------------------------------------------------------------- tenants in the folder of a training

@@ -376,4 +376,4 @@ def test_an_adapter_of_a_quantised_base_is_merged_into_the_unquantised_one(folde
     export_merged(tmp_path / "adapter", tmp_path / "merged", base=folder)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.allclose(logits(merged), logits(on_plain), atol=1e-4)
-    assert all(map(torch.equal, factors_of(on_plain), factors_of(model)))
+    assert all(torch.equal(*both) for both in zip(factors_of(on_plain), factors_of(model), strict=True))

@@ -102,8 +102,6 @@ def test_an_exported_model_stops_where_its_chat_template_ends_an_answer(
     tokenizer.chat_template = CHAT_TEMPLATE.replace("</s>", "<|im_end|>")
     tokenizer.save_pretrained(base)
     source = tmp_path / "basis" if form == "basis-model" else adapter
-    status, out, _ = command("export", source, "--base", base, "--to", form, "--out", tmp_path / "out")
-    assert status == 0
-    assert "<|im_end|> too: so answers end in training." in out
+    assert command("export", source, "--base", base, "--to", form, "--out", tmp_path / "out")[0] == 0
     settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in settings["eos_token_id"]

@@ -17,7 +17,6 @@ from peft import PeftModel, get_peft_model
 from frozencore import FrozenCoreConfig, basis_id, export_lora, load_basis, save_basis
 from frozencore.adapter.export.base_model import export_merged
 from frozencore.errors import ArtifactError, ModelError
-from frozencore.files.gguf_file import full_name
 from frozencore.files.hub import safe_loading
 from frozencore.files.hub_client import HUB_TIMEOUT_S, hub_answers
 from frozencore.tune.load import load_config, load_model, load_tokenizer
@@ -127,15 +126,6 @@ def test_a_merged_model_whose_base_has_no_tokenizer_is_written_with_a_warning(
     with pytest.warns(UserWarning, match="The export has no tokenizer, because that of org/name cannot be read"):
         export_merged(adapter, tmp_path / "merged", base="org/name")
     assert (tmp_path / "merged" / "model.safetensors").is_file()
-
-
-def test_a_folder_has_a_name_by_which_it_is_found_from_everywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "models" / "mine").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert full_name("models/mine") == str(tmp_path / "models" / "mine")
-    assert full_name("org/name") == "org/name"
 
 
 @pytest.fixture

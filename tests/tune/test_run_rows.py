@@ -370,6 +370,9 @@ def test_rows_that_are_scored_or_choose_the_step_are_not_calibrated_on(
     assert calibrated
     assert calibrated.isdisjoint(unseen)
     assert rows.used.left_out == {"scored, so not calibrated on (--calibration-data)": 300 - len(rows.calibration)}
+    trial = own_rows(encoder, list(files), evaluate_on="validation", **options)
+    final = {tuple(row.input_ids) for row in own_rows(encoder, list(files)).held_out}
+    assert {tuple(row.input_ids) for row in trial.calibration}.isdisjoint(final)
     held = write_counts(tmp_path / "held.jsonl", 20)
     with pytest.raises(NoRowsError, match=r"held.jsonl holds only rows that are scored too"):
         own_rows(encoder, files[1], eval_data=held, calibration_data=held)
@@ -386,6 +389,8 @@ def test_the_system_text_is_that_of_the_training_rows_alone(tmp_path: Path, byte
     rows = own_rows(encoder, learnt, eval_data=others, calibration_data=write("third.jsonl", []))
     assert rows.system == "Be brief."
     assert own_rows(encoder, others).system is None  # not that of rows which the encoder wrote before
+    texts = write_texts(tmp_path / "texts.jsonl", (f"Tom has {i} cats." for i in range(20)))
+    assert own_rows(encoder, [learnt, texts]).system == "Be brief."  # a text is no conversation without one
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,8 @@ def _in_words(scores: Mapping[str, float | str]) -> str:
 
 
 def _is_hub_id(name: str | None) -> bool:
+    if name and Path(name).exists():  # a relative folder may look like one
+        return False
     try:
         validate_repo_id(name or "")
     except HFValidationError:

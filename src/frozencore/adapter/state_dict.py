@@ -143,9 +143,9 @@ def _other_basis(origin: str, core: Core, adapter: LoadedAdapter, tensors: Mappi
         require_same_id(origin, core.basis_id, "the model has", here)
         return config.find_basis(origin)
     # without a record in the configuration it was made on this base model, or on one whose weights have none (4-bit)
-    records = [config.base_record] if config.base_record else [adapter.base_record, None]
-    made = [config.make_basis(beside, base=record) for record in records]
-    basis = next((one for one in made if one.id == core.basis_id), made[0])
+    basis = config.make_basis(beside, base=config.base_record or adapter.base_record)
+    if config.base_record is None and basis.base is not None and basis.id != core.basis_id:
+        basis = config.make_basis(beside, base=None)
     require_fit(origin, beside, adapter, _way_out(beside, config.base_model_name_or_path))
     base = config.base_model_name_or_path or "base model"
     what = f"P and Q beside it, with this model's scales and {base}, make"

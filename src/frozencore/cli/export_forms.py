@@ -115,7 +115,7 @@ def core(adapter: Path, output: Path, bits: int | None, overwrite: bool) -> Iter
 def _stops(folder: Path) -> Iterator[str]:
     """Let the exported model stop where its chat template ends an answer."""
     if added := add_stop_tokens(folder):
-        yield f"Generation stops at {', '.join(added)} too: so answers end in training."
+        yield f"Generation stops at {', '.join(added)} too: so answers on the chat template end."
 
 
 def _for_vllm(rank: int, way_out: str, basis_model: str | None = None, code: str = "") -> str:

@@ -45,8 +45,8 @@ def _checked(file: Path) -> Path:
 
 
 def full_name(model: str) -> str:
-    """The name by which a model is found from everywhere on this machine: of a file or folder its absolute path."""
-    return str(find_gguf(model) or (Path(model).absolute() if Path(model).is_dir() else model))
+    """The name by which a model is found from everywhere on this machine: of a GGUF file its absolute path."""
+    return str(find_gguf(model) or model)
 
 
 def cache_folder() -> Path:

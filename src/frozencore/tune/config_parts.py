@@ -213,7 +213,9 @@ class ScoringConfig(ConfigPart):
         "auto: only if no completion is longer than 16 tokens.",
     ] = "auto"
     max_new_tokens: Annotated[
-        int | None, Bounds(ge=1), "The most tokens of a generated answer. Default: the task's number."
+        int | None,
+        Bounds(ge=1),
+        "The most tokens of a generated answer. Default: the task's number, or the longest answer of --data.",
     ] = None
     forgetting: Annotated[
         tuple[str, ...] | None,

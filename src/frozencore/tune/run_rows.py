@@ -67,6 +67,7 @@ class GivenRows:
         validation: The rows that choose a step; empty if no step is chosen or no row is left.
         num_skipped: The number of rows left out because they are too long.
         reading: The numbers of rows of files that were read, not used or changed; of other sources ``left_out``.
+        unseen: Rows for a later score, which nothing of this run may see.
         epochs: The source's number of passes over the training rows, if it has one.
     """
 
@@ -80,6 +81,7 @@ class GivenRows:
     reading: ReadRows
     epochs: int | None = None
     max_new_tokens: int = SHORT + 1
+    unseen: Sequence[TokenRow] = ()
 
 
 def read_given(config: RowsConfig, scoring: ScoringConfig, encoder: PromptEncoder, kept: RowCache) -> GivenRows:
@@ -247,6 +249,7 @@ class UserData:
             sum(file.left_out[TOO_LONG] for file in self.every),
             self.reading(unused, (*train, *scored)),
             max_new_tokens=scoring.max_new_tokens or max(SHORT + 1, *map(_num_answer, (*scored, *chosen_on))),
+            unseen=evaluation,
         )
 
     def scoring(
@@ -284,8 +287,8 @@ class UserData:
 
 
 def _num_answer(row: TokenRow) -> int:
-    """The tokens of a row's answer, its end token included."""
-    return len(row.input_ids) - row.answer_start
+    """The tokens of a row's answer, its end token included; a row without a prompt is continued from its half."""
+    return len(row.input_ids) - (row.answer_start or len(row.input_ids) // 2)
 
 
 OTHER_ROWS = 32
@@ -381,7 +384,8 @@ def prepare_rows(
         name: value for name, value in given.reading if name in given.reading.model_fields_set and value is not None
     }
     if config.calibration_data is not None:
-        calibration, num_scored = other_calibration_rows(config, scoring, encoder, (*scored, *given.validation), kept)
+        unseen = (*scored, *given.validation, *given.unseen)
+        calibration, num_scored = other_calibration_rows(config, scoring, encoder, unseen, kept)
         if num_scored:
             read["left_out"] = {**read.get("left_out", {}), SCORED_TOO: num_scored}
     if config.too_long == "cut":
@@ -396,7 +400,7 @@ def prepare_rows(
         validation_from=given.validation_from,
         **read,
     )
-    systems = {row.system for row in train}
+    systems = {row.system for row in train if row.system is not None}
     return RunRows(
         train,
         calibration_rows(calibration, config.calibration_size, seed=config.seed),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from frozencore.errors import FrozenCoreError
 from frozencore.files.atomic_write import write_json
 from frozencore.tune.load import load_tokenizer
 from frozencore.tune.rows.prompts import PromptEncoder
@@ -24,13 +25,17 @@ def add_stop_tokens(folder: Path) -> tuple[str, ...]:
     file = folder / SETTINGS
     if not (file.is_file() and (folder / TOKENIZER).is_file()):
         return ()
-    tokenizer = load_tokenizer(str(folder))
+    tokenizer = load_tokenizer(str(folder.absolute()))
     if not tokenizer.chat_template:
+        return ()
+    try:
+        ends = PromptEncoder(tokenizer).end_ids
+    except FrozenCoreError:  # training would refuse this tokenizer, so no answer was trained with it
         return ()
     settings = json.loads(file.read_text(encoding="utf-8"))
     given = settings.get("eos_token_id")
     stated = [] if given is None else [given] if isinstance(given, int) else list(given)
-    added = [token for token in PromptEncoder(tokenizer).end_ids if token not in stated]
+    added = [token for token in ends if token not in stated]
     if added:
         write_json(file, {**settings, "eos_token_id": [*stated, *added]})
     return tuple(tokenizer.convert_ids_to_tokens(added))

@@ -57,6 +57,41 @@ def test_a_table_in_a_folder_has_the_texts_of_the_file_itself(ending: str, tmp_p
     assert read_source(f"{file.parent}:train[:34%]") == rows[:1]
 
 
+CARDS = {
+    "header: null": [{"0": "a, b", "1": 1}, {"0": "c", "1": 2}],
+    'quotechar: "\'"': None,
+    "encoding: latin-1": None,
+}
+
+
+@pytest.mark.parametrize("option", CARDS)
+def test_a_card_that_says_how_a_table_is_read_is_obeyed(option: str, tmp_path: Path) -> None:
+    place = tmp_path / "d"
+    place.mkdir()
+    card = f"---\nconfigs:\n- config_name: default\n  data_files: train.csv\n  {option}\n---\n"
+    (place / "README.md").write_text(card)
+    text = "a,b\nü,'c, d'\n" if "header" not in option else '"a, b",1\nc,2\n'
+    encoding = "latin-1" if "latin" in option else "utf-8"
+    (place / "train.csv").write_text(text if "quote" in option else text.replace("'", '"'), encoding)
+    assert read_source(f"{place}:train") == (CARDS[option] or [{"a": "ü", "b": "c, d"}])
+
+
+@pytest.mark.parametrize("part", ["train[abc]", "train[50%:200%]", "train[9:]", "test"])
+def test_a_part_that_a_folder_of_tables_does_not_have_is_one_line(part: str, tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "train.csv").write_text("a\nb\n")
+    with pytest.raises(DataError, match=r"^[^\n]*could not be read[^\n]*$"):
+        read_source(f"{tmp_path / 'd'}:{part}")
+
+
+def test_tables_of_a_split_with_other_columns_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    for name, column in (("a", "completion"), ("b", "answer")):
+        (tmp_path / "d" / f"train-{name}.csv").write_text(f"prompt,{column}\nx,y\n")
+    with pytest.raises(DataError, match="could not be read"):
+        read_source(f"{tmp_path / 'd'}:train")
+
+
 def test_a_file_that_is_not_there_is_guessed_among_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "tickets.csv").write_text("prompt,completion\na,b\n")
     with pytest.raises(DataError, match=r"^--data: there is no file .*tikets.csv. Did you mean .*/tickets.csv\?$"):
@@ -164,7 +199,7 @@ WRONG: list[tuple[str, bytes, str]] = [
     ("a.jsonl", b'{"text": "a"}\n{"text": "b", "x": 1, "text": "c"}', "'text' is given twice"),
     ("a.jsonl", b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "'content' is given twice"),
     ("a.json", b'[{"text": "a", "text": "b"}]', "'text' is given twice"),
-    ("a.json", b'{"data": [{"text": "a"}]}', "it must be a list of objects, or an object a line, but is {'data'"),
+    ("a.json", b"3", "it must be a list of objects, or an object a line, but is 3"),
     ("a.json", b'{"text": "a"}\n3', "line 2 must be a JSON object"),
     ("a.csv", b"text,text\na,b\n", "'text' is given twice"),
     ("a.csv", b'text\n"a\n', "a.csv cannot be read as CSV in UTF-8: .*inside string"),
@@ -232,6 +267,8 @@ def test_a_quote_in_tab_separated_text_is_a_letter_where_each_line_has_all_colum
 
 def test_an_object_a_line_in_a_json_file_and_spaces_in_a_header_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (tmp_path / "one.json").write_text('{"text": "a"}')
     (tmp_path / "a.csv").write_text("prompt, completion\na, b\n")
+    assert read_source(str(tmp_path / "one.json")) == [{"text": "a"}]
     assert read_source(str(tmp_path / "a.json")) == [{"text": "a"}, {"text": "b"}]
     assert read_source(str(tmp_path / "a.csv")) == [{"prompt": "a", "completion": " b"}]

@@ -45,7 +45,7 @@ def moments_key(config: RunConfig) -> str:
     content = config.content()
     values = {name: content[name] for name in _DECIDE_MOMENTS}
     values["calibration"] = options_of_sums(values["calibration"])
-    if config.rows.calibration_data is not None:  # its rows do not depend on the learned ones
+    if config.rows.calibration_data is not None:  # of its rows only those are left out that are scored
         values |= {"data": config.rows.calibration_data, "num_train": None, "num_evaluation": None}
     return fingerprint_options(values)[:16]
 

@@ -15,7 +15,7 @@ from frozencore.tune.folder import ADAPTER, FAILURE, HASHES, RECORD, locked, rec
 from frozencore.tune.record import RecordedConfig, TunedRecord
 
 HASHED = frozenset({"model", "data", "eval_data", "data_root", "device", "basis", "start_from"})
-"""Options that say where something is: a resumed run compares the hashes of what is there."""
+"""Options that say where something is; a resumed run compares the hashes of what it reads there."""
 _WAY_OUT = "Choose another --out, or move that folder away."
 
 

@@ -253,7 +253,8 @@ class Finisher:
             if why is None and not math.isfinite(losses[name]):
                 why = "Training diverged: the held-out loss is not finite."
             outcome = self.outcomes[name] = self._finish(name, trained, losses.get(name, math.nan), why)
-            if not isinstance(outcome, Failure) or outcome.reason != NOT_WRITTEN:  # --resume goes on from its steps
+            is_lost = isinstance(outcome, Failure) and outcome.reason == NOT_WRITTEN
+            if not is_lost or (self.folder / name / RECORD).exists():  # else --resume goes on from its steps
                 unfinished_file(self.folder, name).unlink(missing_ok=True)
 
     def _rounded(self, name: str, trained: Trained) -> Trained:
@@ -286,7 +287,7 @@ class Finisher:
                 (folder / FAILURE).unlink(missing_ok=True)  # of an earlier run into this folder
                 with atomic_folder(folder, overwrite=None) as aside:
                     return self._write(name, trained, loss, aside)
-        except FrozenCoreError as error:
+        except (FrozenCoreError, OSError) as error:
             return self._failure(name, NOT_WRITTEN, str(error))
 
     def _failure(self, name: str, reason: str, message: str) -> Failure:

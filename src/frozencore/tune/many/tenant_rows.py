@@ -12,13 +12,13 @@ from frozencore.errors import ConfigError, FrozenCoreError
 from frozencore.text import Progress, num_of
 from frozencore.tune.adapt import on_named_basis
 from frozencore.tune.config import RunConfig
-from frozencore.tune.load import Base, Inputs, load, prepare
+from frozencore.tune.load import Base, Inputs, load, prepare, require_embedded
 from frozencore.tune.locate import find_tenants
 from frozencore.tune.processes import num_started, own_number
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.sources import is_named
 from frozencore.tune.rows.splits import calibration_rows
-from frozencore.tune.run_rows import RunRows, other_calibration_rows
+from frozencore.tune.run_rows import SCORED_TOO, RunRows, other_calibration_rows
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,11 @@ def read_tenants(
         calibration = _spread([rows.calibration for rows in every], size)
     else:
         scored = [row for rows in every for row in rows.scored_or_choosing]
-        left, _ = other_calibration_rows(config.rows, config.scoring, inputs.encoder, scored)
+        left, num_scored = other_calibration_rows(config.rows, config.scoring, inputs.encoder, scored)
         calibration = calibration_rows(left, size, seed=config.rows.seed)
+        require_embedded(base.model, base.tokenizer, calibration)
+        if num_scored:
+            progress("load", len(files), len(files), f"{num_scored:,} rows are {SCORED_TOO}")
     return replace(inputs, rows=replace(inputs.rows, calibration=calibration)), tenants
 
 

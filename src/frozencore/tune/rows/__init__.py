@@ -89,7 +89,7 @@ class TokenRow:
         num_answer_spans: The number of these spans that the last turn has.
         choices: The tokens of the row's choices; None for a row without choices.
         num_cut: The number of tokens that were cut from the beginning of its prompt, or from the end of a text.
-        system: The system text that the conversation begins with; empty for none.
+        system: The system text that the conversation begins with, empty for none; None if it is no conversation.
         changed: Notes for the user on changes to the row, and on parts that the template does not write.
     """
 
@@ -101,7 +101,7 @@ class TokenRow:
     num_answer_spans: int = field(default=1, kw_only=True)
     choices: ChoiceTokens | None = field(default=None, kw_only=True)
     num_cut: int = field(default=0, kw_only=True)
-    system: str = field(default="", kw_only=True)
+    system: str | None = field(default=None, kw_only=True)
     changed: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property

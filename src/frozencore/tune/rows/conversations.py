@@ -46,7 +46,7 @@ class RenderedRow:
         num_answer_spans: The number of these spans that the last turn has.
         suffix: The text of the template after the completion. It has no loss and is not read. None if the completion
             has no end token of its own; then one is added.
-        system: The system text that the conversation begins with; empty for none.
+        system: The system text that the conversation begins with, empty for none; None if it is no conversation.
         changed: Notes for the user on changes to the row, and on parts that the template does not write.
 
     Raises:
@@ -63,7 +63,7 @@ class RenderedRow:
     loss_spans: tuple[Span, ...] = ()
     num_answer_spans: int = 1
     suffix: str | None = None
-    system: str = ""
+    system: str | None = None
     changed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -22,6 +22,8 @@ from frozencore.tune.rows import RawRow
 from frozencore.tune.rows.row_sources import row_file, rows_of_file
 from frozencore.tune.rows.tables import without_fillers
 
+_OF_A_FOLDER = ("name", "version", "description", "data_dir", "data_files", "sep")
+"""Options of a data set that do not say how a cell is read."""
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -32,10 +34,11 @@ def read_split(name: str, config: str | None, split: str) -> list[RawRow]:
     if folder is not None:
         way_out = "Give a configuration and a split that it has, and files of a kind that datasets reads."
         if tables := _separated_tables(folder, config, split):
-            every = [row for file in tables for row in rows_of_file(file, str(file))]
-            (part,) = ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: len(every)})
-            if left := every[part.from_ : part.to]:
-                return left
+            with suppress(OSError, ValueError):  # of a file, or a slice; load_split says what is wrong
+                every = [row for file in tables for row in rows_of_file(file, str(file))]
+                (part,) = ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: len(every)})
+                if len({tuple(row) for row in every}) == 1 and (left := every[part.from_ : part.to]):
+                    return left
     rows: list[RawRow] = load_split(name, config, split, folder=folder, way_out=way_out).to_list()
     return list(map(without_fillers, rows))  # not empty, because datasets refuses an empty split
 
@@ -49,9 +52,11 @@ def _separated_tables(folder: Path, config: str | None, split: str) -> list[Path
         builder = load_dataset_builder(str(folder), config, cache_dir=cache_of(folder))
         files = [Path(file) for file in (builder.config.data_files or {}).get(split.partition("[")[0], ())]
         kinds = {kind.ending if (kind := row_file(file.name)) else None for file in files}
-        options = builder.config
-        has_own_way = options.features or options.names or options.column_names or options.skiprows
-        if [(one, options.sep) for one in kinds] in ([(".csv", ",")], [(".tsv", "\t")]) and not has_own_way:
+        own, usual = vars(builder.config), vars(type(builder.config)())
+        is_usual = builder.info.features is None and all(
+            value == usual[name] for name, value in own.items() if name not in _OF_A_FOLDER
+        )
+        if is_usual and [(one, own["sep"]) for one in kinds] in ([(".csv", ",")], [(".tsv", "\t")]):
             return files
     return []
 

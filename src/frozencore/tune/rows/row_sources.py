@@ -180,6 +180,8 @@ def _read_json(content: IO[bytes]) -> Sequence[RawRow]:
         if "Extra data" not in error.msg:
             raise
         return list(_read_jsonl(io.BytesIO(whole)))
+    if isinstance(rows, dict):
+        rows = [rows]
     if not isinstance(rows, list):
         raise ValueError(f"it must be a list of objects, or an object a line, but is {one_line(rows, 60)}.")
     return [_object(row, f"row {number} of the list") for number, row in enumerate(rows, start=1)]

@@ -58,8 +58,8 @@ def _is_plain(whole: bytes) -> bool:
         return False
     try:
         return len(list(csv.reader(lines, delimiter="\t", strict=True))) != len(lines)
-    except csv.Error:
-        return True
+    except csv.Error as error:
+        return any(part in str(error) for part in ("unexpected end", "expected after"))  # of a quote that stands alone
 
 
 def _read_parquet(content: IO[bytes]) -> Iterable[RawRow]:

@@ -176,7 +176,8 @@ class CompletionTrainer(Trainer):
     ) -> Any:
         if num_ranks() > 1 and not _num_targets(inputs):  # rows without loss alone, whose mean loss would be NaN
             output = model(**{name: value for name, value in inputs.items() if name != "labels"})
-            return (0 * output.logits.sum(), output) if return_outputs else 0 * output.logits.sum()
+            nothing = (0 * output.logits).sum()  # the sum alone may overflow float16
+            return (nothing, output) if return_outputs else nothing
         if self._can_skip_logits:
             targets = inputs["labels"][:, 1:]
             kept = (targets != IGNORED).any(0).nonzero().squeeze(-1)
