@@ -81,16 +81,15 @@ LOWER = ("own, at 0.02", 16)
 """Own bases at the rate of the shared one, half of the one found for them."""
 BITS = (8, 4, 3, 2, 1)
 PRIMARY = [
-    ("own basis minus shared FCCA", ("own", 16), ("fcca", 16)),
+    ("own basis (of 16 rows) minus shared FCCA", ("own", 16), ("fcca", 16)),
     ("shared FCCA minus LoRA, r = 1", ("fcca", 16), ("lora", 1)),
     ("shared FCCA minus shared Random", ("fcca", 16), ("random", 16)),
 ]
+TUNED = ("tuned", 16)
 LATER = [
-    (
-        "set later: own basis, as `tune` makes it, minus shared FCCA, both at measured rates",
-        ("tuned", 16),
-        ("measured", 16),
-    )
+    ("later: own basis as of tune minus shared FCCA", TUNED, ("fcca", 16)),
+    ("later: the same, both at measured rates", TUNED, ("measured", 16)),
+    ("later: own basis as of tune minus LoRA, r = 16", TUNED, ("lora", 16)),
 ]
 EQUAL = {"loss": 0.03, "exact": 2.0}
 FIRST = ("fcca", 16)
@@ -99,11 +98,11 @@ STAR = 0.05
 ENOUGH = 12
 """How many data sets an arm needs for a mean beside those of others."""
 NAMES = {
-    "base": "the base model", "fcca": "one FCCA basis", "own": "its own basis", "lora": "a LoRA",
+    "base": "the base model", "fcca": "one FCCA basis", "own": "its own basis of 16 rows", "lora": "a LoRA",
     "random": "one Random basis", "rawgrad": "one RawGrad basis", "eva": "one EVA basis",
-    "lora_xs": "one LoRA-XS basis", "tuned": "its own basis, as `tune` makes it",
+    "lora_xs": "one LoRA-XS basis", "tuned": "its own basis, as of tune",
     "measured": "one FCCA basis, a measured rate each",
-    LOWER[0]: "its own basis at half the rate",
+    LOWER[0]: "its own basis of 16 rows at half the rate",
 }  # fmt: skip
 ROWS_AT_ONCE = 16
 LORA = 16
