@@ -117,10 +117,10 @@ def test_the_tables_of_data_sets_pair_what_both_arms_have_and_name_what_is_shown
     assert "| a LoRA, r = 1 | 3 | 0.01 | 2.367 | +0.367 (+0.100 to +0.500) |" in arms
     fewer = [{**line, "arm": "fcca, 4 bits", "loss": line["loss"] + 0.5, "value_bytes": 99} for line in lines[:4]]
     assert "| one FCCA basis, r = 16 | 4 | 99 | 4 | +0.500 (+0.500 to +0.500) |" in few_bits.bits_table(lines + fewer)
-    assert (
-        study.picture(lines + [{**line, "arm": "random", "rank": 16} for line in lines[:2]]).count("<circle")
-        == 3 + 3 + 2
-    )
+    rivals = [
+        {**line, "arm": arm, "rank": 16} for arm, count in (("random", 2), ("tuned", 4)) for line in lines[:count]
+    ]
+    assert study.picture(lines + rivals).count("<circle") == 4 + 3 + 2
     tables = (study.primary_table, study.arms_table, few_bits.bits_table)
     assert [one([]) for one in tables] == ["Not measured yet.\n"] * 3
 
