@@ -90,6 +90,7 @@ LATER = [
     ("later: own basis as of tune minus shared FCCA", TUNED, ("fcca", 16)),
     ("later: the same, both at measured rates", TUNED, ("measured", 16)),
     ("later: own basis as of tune minus LoRA, r = 16", TUNED, ("lora", 16)),
+    ("later: shared FCCA, r = 32, minus LoRA, r = 1", ("fcca", 32), ("lora", 1)),
 ]
 EQUAL = {"loss": 0.03, "exact": 2.0}
 FIRST = ("fcca", 16)
