@@ -15,8 +15,6 @@ more on the worst set. Otherwise it stays.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -151,31 +149,6 @@ def others_table(lines: list[Record]) -> str:
             core = f"{MODELS[model]}, {KINDS[kind]}, r = {rank}" + (f",{layers}" if layers else "")
             rows.append([core, str(len(whole)), middle, *losses])
     return table(["core", "data sets", "median rate", *(f"loss, {name}" for name in FACTORS.values())], rows)
-
-
-def constructors_table(lines: list[Record]) -> str:
-    """Constructors beside FCCA by model: at the proposed rate, and at the best of half, one and two times that rate."""
-    found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
-    for line in lines:
-        if line["rank"] == RANK and line["method"] in KINDS and line["arm"] in FACTORS:
-            arms = found.setdefault((line["model"], line["method"]), {}).setdefault(line["set"], {})
-            arms[line["arm"]] = inf if line["loss"] is None else line["loss"]
-    rows = []
-    for (model, method), sets in found.items():
-        fcca = found.get((model, "fcca"), {})
-        both = [name for name in sets if sets[name].keys() == fcca.get(name, {}).keys() == FACTORS.keys()]
-        if method == "fcca" or len(both) < 2:
-            continue
-        cells = []
-        for pick in (itemgetter("proposed"), lambda arms: min(arms.values())):
-            losses = np.array([[pick(of[name]) for of in (fcca, sets)] for name in both])
-            apart = with_interval(losses[:, 1:] - losses[:, :1], both)
-            cells += [*(f"{mean:.3f}" for mean in losses.mean(0)), with_range(apart, "+.3f")]
-        rows.append([f"{MODELS[model]}: {KINDS[method]}", str(len(both)), *cells])
-    heads = (
-        f"{rate}: {head}" for rate in ("proposed rate", "best of three rates") for head in ("FCCA", "this", "apart")
-    )
-    return table(["beside FCCA", "data sets", *heads], rows) if rows else "Not measured yet.\n"
 
 
 def at_rate(line: Record) -> str:
