@@ -155,6 +155,8 @@ def test_a_killed_run_keeps_its_results_and_trains_the_others_from_their_start(
     with pytest.raises(ArtifactError, match="already holds a finished run of .*--resume"):
         execute_many(config, tmp_path / "cut", silent, num_slots=2)
     done = {file.parent.name: file.stat().st_mtime_ns for file in (tmp_path / "cut").glob("*/result.json")}
+    (tmp_path / "cut" / f".{next(iter(done))}.0123abcd.old").mkdir()  # as if it was killed a moment later,
+    (tmp_path / "cut" / ".tenants.json.0123abcd.tmp").touch()  # or earlier
     resumed = execute_many(config, tmp_path / "cut", silent, num_slots=2, resume=True)
     assert list(resumed) == list(SIZES)
     files = ["basis", "run.yaml", "tenants.json"]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from glob import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +24,7 @@ from frozencore.adapter.swap import swap_core
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.adapter_folder import UNFINISHED_FOLDER
-from frozencore.files.atomic_write import atomic_folder, write_json, write_text
+from frozencore.files.atomic_write import atomic_folder, remove_left, write_json, write_text
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
 from frozencore.text import Progress, as_stage, num_of, one_line
 from frozencore.tune.adapt import Adapted, adapt, starting_core, undone_by_rounding, with_rate
@@ -95,6 +96,8 @@ def execute_many(
         refuse_taken(out, files, resume=resume)
         if num_started() == 1:
             stack.enter_context(locked(out))
+            for name in (*files, BASIS, MANIFEST, OPTIONS_FILE):
+                remove_left(out, escape(name))  # by a killed run
         inputs, tenant_rows = read_tenants(config, files, progress)
         tenants = {}
         for name, one in tenant_rows.items():
