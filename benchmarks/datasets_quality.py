@@ -253,8 +253,10 @@ class Datasets(Sharing):
     def adapters(self, arm: str, rank: int, seed: int) -> Callable[[Sequence[Job]], Adapters]:
         if arm == "base":
             return lambda jobs: ((self.model, job, {}) for job in jobs)
-        if arm in ("tuned", "measured"):
-            return partial(self.tuned if arm == "tuned" else self.measured, rank, seed)
+        if arm == "tuned":
+            return partial(self.tuned, rank, seed)
+        if arm == "measured":
+            return partial(self.measured, rank, seed)
         train = {
             "lora": partial(self.loras, rank=rank, seed=seed), "own": partial(self.on_own_bases, rank=rank, seed=seed),
         }.get(arm) or (lambda jobs: self.on(self.basis(arm, rank, seed), rank, jobs, seed))  # fmt: skip
@@ -393,7 +395,7 @@ def by_set(lines: Sequence[Record], arm: tuple[str, int], measure: str) -> dict[
 
 
 def primary_table(lines: Sequence[Record]) -> str:
-    """The three differences that were set before the runs, and a later one."""
+    """The three differences that were set before the runs, and later ones."""
     rows = []
     for title, one, other in PRIMARY + LATER:
         cells = []

@@ -18,7 +18,16 @@ from typer.main import get_command
 from frozencore import __version__, _imported_at
 from frozencore.cli.display import console
 from frozencore.cli.foreign_flags import counterpart
-from frozencore.cli.verbs import DEBUG, GROUPS, NOTHING_KEPT, Verb, add_verbs, all_verbs, refuse_unknown_verb
+from frozencore.cli.verbs import (
+    DEBUG,
+    GROUPS,
+    NOTHING_KEPT,
+    Verb,
+    add_verbs,
+    all_verbs,
+    named_verb,
+    refuse_unknown_verb,
+)
 from frozencore.device import is_out_of_memory
 from frozencore.errors import CalibrationError, ConfigError, FrozenCoreError
 from frozencore.quiet import ignore_known_warnings
@@ -73,9 +82,9 @@ def app() -> None:
     """Run the command line; only the named verb is imported."""
     _refuse_other_encoding(sys.argv[1:])
     words = _words()
-    named = [word for word in words if word != DEBUG][:1]
-    if named not in [[verb.name] for verb in all_verbs() if verb.by_several]:
-        refuse_several(f"frozencore {' '.join(named)}".strip())
+    named = named_verb(words)
+    if named not in [verb.name for verb in all_verbs() if verb.by_several]:
+        refuse_several(f"frozencore {named}".strip())
     console.quiet = not is_first()
     if _COMPLETES not in os.environ:
         refuse_unknown_verb(words)

@@ -121,9 +121,14 @@ def add_verbs(app: typer.Typer, words: Collection[str]) -> None:
             app.command(verb.name, **settings)(called)
 
 
+def named_verb(words: Sequence[str]) -> str:
+    """The word where a verb stands, which may be another word; empty if there is none."""
+    return next((word for word in words if word != DEBUG), "")
+
+
 def refuse_unknown_verb(words: Sequence[str]) -> None:
     """Raise ConfigError if the first word is no verb, or is a verb of the lab, which is not installed."""
-    word = next((word for word in words if word != DEBUG), "-")
+    word = named_verb(words) or "-"
     verbs = [verb.name for verb in all_verbs()]
     if word.startswith("-") or word in verbs:
         return

@@ -52,6 +52,8 @@ def _is_plain(whole: bytes) -> bool:
 
     Such files have no quoting; those of spreadsheets have quotes around a cell with a tab, a line end or a quote.
     """
+    if b'"' not in whole:  # most files: quoting changes nothing
+        return False
     lines = [line for line in whole.decode("utf-8-sig").split("\n") if line.strip()]
     counts = {line.count("\t") for line in lines}
     if len(counts) != 1 or counts == {0}:
