@@ -15,16 +15,19 @@ more on the worst set. Otherwise it stays.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from contestants import ATTENTION
 from frozencore import calibrate, swap_core
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune.adapt import calibration_batches
+from frozencore.tune.calibration_record import CalibrationSummary
 from frozencore.tune.many.slots import held_out_losses
 from frozencore.tune.many.tenant import Tenant, train_many
 from frozencore.tune.rows import TokenRow
@@ -49,7 +52,8 @@ def measure_cores(
 ) -> None:  # fmt: skip
     """Add the lines of a core at the proposed rate, at its multiples and at the given ones, on one basis."""
     with adapted(model, about["method"].partition(",")[0], about["rank"], targets=targets) as core:
-        proposed = calibrate(core, calibration_batches(rows, pad_id), progress=False).learning_rate
+        calibration = calibrate(core, calibration_batches(rows, pad_id), progress=False)
+        proposed = calibration.learning_rate
         tenants = {"proposed": proposed, **{f"{rate:g}": rate for rate in rates}}
         tenants |= {f"x{factor:g}": factor * proposed for factor in factors}
         for arm, rate in tenants.items():
@@ -62,6 +66,7 @@ def measure_cores(
                     (loss,) = held_out_losses(core, [held_out], pad_id=pad_id)
                 losses = [round(one, 4) for one in done[arm].report.training.losses if one is not None]
                 found = {"loss": None if done[arm].diverged else loss, "training_losses": losses}
+                found |= CalibrationSummary.of(calibration).median_spread
                 results.add({**about, "arm": arm, "rate": float(f"{rate:.3g}"), **found})
 
 
@@ -149,6 +154,45 @@ def others_table(lines: list[Record]) -> str:
             core = f"{MODELS[model]}, {KINDS[kind]}, r = {rank}" + (f",{layers}" if layers else "")
             rows.append([core, str(len(whole)), middle, *losses])
     return table(["core", "data sets", "median rate", *(f"loss, {name}" for name in FACTORS.values())], rows)
+
+
+def size_table(lines: list[Record]) -> str:
+    """Constructors minus FCCA by model, at the proposed rate and at the best of half, one and two times that rate."""
+    found: dict[tuple[str, str], dict[str, dict[str, Record]]] = {}
+    for line in lines:
+        if line["rank"] == RANK and line["method"] in KINDS and line["arm"] in FACTORS:
+            found.setdefault((line["model"], line["method"]), {}).setdefault(line["set"], {})[line["arm"]] = line
+    rows = []
+    for model, method in sorted(found, key=lambda of: ([*MODELS].index(of[0]), [*KINDS].index(of[1]))):
+        ours, theirs = found.get((model, "fcca"), {}), found[model, method]
+        if method == "fcca":
+            continue
+        cells = []
+        for arms in (["proposed"], [*FACTORS]):
+            both = [name for name in theirs if all(set(arms) <= of.get(name, {}).keys() for of in (ours, theirs))]
+            losses = np.array([[min(map(loss_of, map(of[name].get, arms))) for of in (ours, theirs)] for name in both])
+            cells += [str(len(both)), "", "", ""]
+            if both:
+                cells[-3:-1] = (f"{mean:.3f}" for mean in losses.mean(0))
+                cells[-1] = difference_of(losses[:, 1:] - losses[:, :1], both)
+        spreads = [line["input_spread"] for arms in theirs.values() for line in arms.values() if "input_spread" in line]
+        spread = f"{np.mean(spreads):,.0f}" if spreads else ""
+        rows.append([f"{MODELS[model]}: {KINDS[method]}", spread, *cells])
+    heads = [
+        f"{rate}: {head}" for rate in ("proposed rate", "best of three") for head in ("sets", "FCCA", "this", "apart")
+    ]
+    return table(["beside FCCA", "largest of median", *heads], rows)
+
+
+def loss_of(line: Record) -> float:
+    return inf if line["loss"] is None else line["loss"]
+
+
+def difference_of(differences: NDArray[np.float64], names: list[str]) -> str:
+    """A mean with its interval, which needs more than one data set."""
+    if len(names) > 1:
+        return with_range(with_interval(differences, names), "+.3f")
+    return f"{differences.mean():+.3f}"
 
 
 def at_rate(line: Record) -> str:

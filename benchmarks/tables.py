@@ -176,7 +176,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "tenants-keep": (tenants.keep_table, "tenants.json"),
     },
     "docs/large-models.md": {"large": (by_hand, "large.json"), "large-step": (smollm2.table_of, "coder-half.json")},
-    "docs/paper.md": {"outliers": (outliers, "outliers")},
+    "docs/paper.md": {"outliers": (outliers, "outliers"), "by-size": (rates.size_table, "rates.jsonl")},
     "examples/README.md": {"private": (private, "private.jsonl")},
     "lab/README.md": {
         "gpu": (gpu.table_of, "gpu.json"),
