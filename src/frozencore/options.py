@@ -78,6 +78,11 @@ class Option:
         return " or ".join(_in_words(kind, bounds) for kind, bounds in _alternatives(self.type))
 
     @property
+    def text_rule(self) -> str:
+        """The allowed values of a flag: none is no text where it is the default."""
+        return self.rule if self.default is not None else self.rule.removesuffix(" or none")
+
+    @property
     def kinds(self) -> tuple[Any, ...]:
         """The types of its values, without None."""
         return tuple(kind for kind, _ in _alternatives(self.type) if kind is not NoneType)
@@ -117,8 +122,7 @@ class Option:
         """
         if given in (None, []) or (given == "none" and self.default is not None and self.may_be_none):
             return None
-        rule = self.rule if self.default is not None else self.rule.removesuffix(" or none")
-        return self._checked(given, name, rule, is_text=True)
+        return self._checked(given, name, self.text_rule, is_text=True)
 
     def _checked(self, value: Any, name: str, rule: str, *, is_text: bool = False) -> Any:
         try:

@@ -102,6 +102,16 @@ def test_what_was_found_is_reported_per_layer(evidence: dict) -> None:
         )
 
 
+def test_a_calibration_in_inference_mode_is_one_to_train_on() -> None:
+    plain, model = adapted("fcca"), adapted("fcca", calibrated=False)
+    with torch.inference_mode():
+        rate = calibrate(model, BATCHES, progress=False).learning_rate
+    assert rate == plain.peft_config["default"].learning_rate
+    assert bases(model) == bases(plain)
+    model.train()(**BATCHES[0]).loss.backward()
+    assert all(layer.core("default").grad.any() for layer in cores_of(model))
+
+
 @pytest.mark.parametrize("constructor", DATA_DRIVEN)
 def test_moments_collected_before_give_the_same_bytes(constructor: str) -> None:
     needs = CONSTRUCTORS[constructor].needs(CONSTRUCTORS[constructor].options())

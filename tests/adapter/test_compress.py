@@ -18,6 +18,7 @@ from frozencore import (
     CoreBank,
     FrozenCoreConfig,
     export_basis_model,
+    export_merged,
     export_tenant,
     load_basis,
     merge_adapters,
@@ -25,7 +26,7 @@ from frozencore import (
 )
 from frozencore.adapter.compress import compress_adapters
 from frozencore.adapter.folders import read_adapter
-from frozencore.errors import ArtifactError, ConfigError
+from frozencore.errors import ArtifactError, ConfigError, ModelError
 from tiny import BATCHES, adapted, logits, tiny_gpt2, tiny_qwen2
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -196,6 +197,11 @@ def test_sizes_are_those_of_the_files_and_one_basis_pays_where_it_is_smaller(bas
     assert all_of_them.kept_alone < 0.9
     assert one.pays_from == all_of_them.pays_from == 2
     assert json.loads((tmp_path / "shop8/compress.json").read_text())["sizes"]["pays_from"] == 2
+    again = {name: tmp_path / f"shop8/{name}/adapter" for name in ("0", "1")}
+    sizes = compress_adapters(again, tmp_path / "again", rank=16).sizes
+    factors = sum(X.nbytes for X in load_file(tmp_path / "shop8/basis/basis.safetensors").values())
+    files = sum((folder / "adapter_model.safetensors").stat().st_size for folder in again.values())
+    assert sizes.before == files + factors  # the basis that both name counts once
     rounded = compress_adapters(many, tmp_path / "rounded", rank=16, bits=4).sizes
     assert rounded.kept < 0.999 < rounded.kept_unrounded == pytest.approx(all_of_them.kept, abs=1e-6)
     assert rounded.kept_alone < all_of_them.kept_alone  # in the bytes of the rounded cores
@@ -245,6 +251,9 @@ def test_a_classifiers_head_stands_beside_its_core_unchanged(base: Path, tmp_pat
     torch.testing.assert_close(
         loaded(base, tmp_path / "shop/causal/adapter"), loaded(base, tmp_path / "causal"), atol=5e-4, rtol=1e-3
     )
+    with pytest.raises(ModelError, match=r"trained 'score' as a whole, which .* .Qwen2ForCausalLM. lacks"):
+        export_merged(tmp_path / "shop/anna/adapter", tmp_path / "merged", base=base)
+    assert not (tmp_path / "merged").exists()
 
 
 def test_a_head_with_factors_of_its_own_is_no_module_that_was_trained_as_a_whole(base: Path, tmp_path: Path) -> None:
@@ -257,6 +266,14 @@ def test_a_head_with_factors_of_its_own_is_no_module_that_was_trained_as_a_whole
     (tmp_path / "anna/adapter_config.json").write_text(json.dumps({**config, "task_type": "SEQ_CLS"}))
     with pytest.raises(ArtifactError, match=r"as 'base_model.model.score.base_layer.bias'"):
         compress_adapters({"anna": tmp_path / "anna"}, tmp_path / "shop", rank=2)
+
+
+@pytest.mark.parametrize(("rank", "bits"), [(2, 8), (16, 4)])
+def test_bits_are_those_of_the_rank_that_is_found(rank: int, bits: int, base: Path, tmp_path: Path) -> None:
+    write(base, tmp_path / "anna", LoraConfig(**{**LORA, "r": rank}))
+    done = compress_adapters({"anna": tmp_path / "anna"}, tmp_path / "shop", rank=32, bits=None)
+    assert (done.rank, done.bits) == (rank, bits)
+    assert read_adapter(tmp_path / "shop/anna/adapter").core.bits == bits
 
 
 def test_each_core_has_the_task_of_its_adapter(base: Path, tmp_path: Path) -> None:
@@ -346,6 +363,14 @@ def pickled(base: Path, folder: Path) -> None:
     torch.save({"base_model.model.x": Path("x")}, folder / "adapter_model.bin")
 
 
+def pickle_of(content: dict[Any, Any]) -> Callable[[Path, Path], object]:
+    def made(base: Path, folder: Path) -> None:
+        (write(base, folder) / "adapter_model.safetensors").unlink()
+        torch.save(content, folder / "adapter_model.bin")
+
+    return made
+
+
 def pointer(name: str) -> Callable[[Path, Path], object]:
     def made(base: Path, folder: Path) -> None:
         text = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "a" * 64 + "\nsize 4100\n"
@@ -412,6 +437,27 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         "every product is zero",
     ),
     "a pickle of more than tensors": (pickled, "is damaged"),
+    "a pickle of a state dict inside": (pickle_of({"state_dict": {"x": torch.ones(2)}}), "'state_dict' is no name"),
+    "a pickle with numbers for names": (pickle_of({5: torch.ones(2)}), "5 is no name of a tensor"),
+    **{
+        f"a malformed {name}, {value!r}": (
+            changed(lambda config, _, name=name, value=value: config.update({name: value})), f"a malformed {name} ",
+        )
+        for name, value in (("task_type", "FOO"), ("task_type", ["CAUSAL_LM"]), ("base_model_name_or_path", 5),
+                            ("revision", {}), ("modules_to_save", [5]), ("modules_to_save", 5))
+    },
+    **{
+        f"factors times {factor:g}": (
+            changed(lambda _, tensors, factor=factor: [X.mul_(factor) for X in tensors.values()]), "cannot square in",
+        )
+        for factor in (1e25, 1e-25)
+    },
+    "a layer that another adapts, trained as a whole": (
+        lambda base, folder: write(
+            base, folder, LoraConfig(**{**LORA, "target_modules": ["q_proj"]}, modules_to_save=["v_proj"])
+        ),
+        "trains the layer 'model.layers.[01].self_attn.v_proj' as a whole .modules_to_save., which an earlier",
+    ),
     "other weights": (of_other_weights, "another weight of layer"),
     "trained tokens beside cores": (
         lambda base, folder: core(base, folder, trainable_token_indices=[1, 2]), "trains embeddings of tokens",

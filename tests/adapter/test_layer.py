@@ -148,6 +148,18 @@ def test_an_active_adapter_that_a_merge_leaves_out_is_named() -> None:
     assert not any("not merged" in str(one.message) for one in caught)
 
 
+@pytest.mark.parametrize("inside", ["merge", "unmerge"])
+def test_autocast_does_not_round_an_update_that_is_merged(inside: str) -> None:
+    model = with_two_adapters(torch.float32, tiny_qwen2)
+    before, expected = copy.deepcopy(model.state_dict()), logits(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=inside == "merge"):
+        model.merge_adapter()
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=inside == "unmerge"):
+        model.unmerge_adapter()
+    assert all(torch.equal(X, before[name]) for name, X in model.state_dict().items())
+
+
 def test_a_merged_weight_that_is_cast_is_restored() -> None:
     model = adapted("random", trained=True)
     before = cores_of(model)[0].get_base_layer().weight.detach().clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import warnings
@@ -143,6 +144,37 @@ def test_merging_a_core_on_a_tied_head_leaves_the_embedding_as_it_is(tmp_path: P
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
     model.unmerge_adapter()
     torch.testing.assert_close(logits(model.merge_and_unload()), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_merge_without_the_head_leaves_it_tied() -> None:
+    model = adapted("random", model=tiny_qwen2(), trained=True, target_modules=["lm_head"])
+    model.add_adapter("other", FrozenCoreConfig(r=2, constructor="random", target_modules=["q_proj"]))
+    model.merge_adapter(["other"])
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.config.tie_word_embeddings
+
+
+def test_one_module_to_save_may_be_a_name_alone() -> None:
+    config = FrozenCoreConfig(r=2, constructor="random", modules_to_save="lm_head")
+    model = get_peft_model(tiny_qwen2(), config)
+    beside = {name for name, p in model.named_parameters() if p.requires_grad and "frozencore" not in name}
+    assert beside == {"base_model.model.lm_head.modules_to_save.default.weight"}
+
+
+def test_a_name_that_no_adapted_layer_has_is_said() -> None:
+    with pytest.warns(UserWarning, match="No adapted layer is called v_prj"):
+        adapted("random", target_modules=["q_proj", "v_prj"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        adapted("random", target_modules=["q_proj", "model.layers.1.self_attn.v_proj"])
+
+
+def test_an_adapter_that_shares_a_basis_keeps_what_its_calibration_found() -> None:
+    model = adapted("fcca")
+    model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
+    first, other = (model.peft_config[name] for name in ("default", "other"))
+    assert first.learning_rate is not None
+    assert (other.calibration_tokens, other.learning_rate) == (first.calibration_tokens, first.learning_rate)
 
 
 def test_a_deleted_adapter_leaves_nothing_behind() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from inspect import signature
 from pathlib import Path
@@ -196,12 +197,40 @@ def add(base: Callable[[], nn.Module] = tiny_qwen2, **options: Any) -> Callable[
 ADDING: list[Refusal] = [
     (add(target_modules=["embed_tokens"]), ModelError, r"'model\.embed_tokens' is a Embedding"),
     (add(partial(make, "mixtral"), target_modules=["experts"]), ModelError, r"is a MixtralExperts.*fused experts"),
+    (add(rank_pattern={"q_proj": 0}, target_modules=["q_proj"]), ConfigError, "rank_pattern gives each rank 0"),
+    (add(target_modules=["q_proj"], layers_to_transform=[9]), ConfigError, r"layers_to_transform=\[9\] leaves none"),
     (add(target_modules=["q_prj"]), ConfigError, "Did you mean 'q_proj'.*are called down_proj, gate_proj, k_proj"),
     *((lambda room, name=name: room.model.add_adapter(name, FrozenCoreConfig(r=2, constructor="random")),
        ConfigError, r"An adapter's name is one plain part of a path .* Choose another name\.")
       for name in ("v1.5", ".", "..", "", "/", "a/b", "a\\b", " a", "a\n", "n" * 256, "train", "items", "share", "join",
                    "0", "1", "layers", "q_proj", "weight", "model", "base_layer")),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "norm"]},
+        {"constructor": "compressed"},
+        {"constructor": "lora_xs", "target_modules": ["q_proj", "k_proj"]},
+    ],
+    ids=str,
+)
+def test_a_refused_adapter_leaves_the_model_as_it_was(options: dict[str, Any]) -> None:
+    base, half = with_nan(), FrozenCoreConfig(r=2, constructor="random", target_modules=["down_proj"])
+    names, expected = [name for name, _ in base.named_modules()], base(**BATCHES[0]).logits
+    with pytest.raises(FrozenCoreError):
+        get_peft_model(base, FrozenCoreConfig(**{"r": 2, "constructor": "random", **options}))
+    assert [name for name, _ in base.named_modules()] == names
+    assert all(parameter.requires_grad for parameter in base.parameters())
+    torch.testing.assert_close(base(**BATCHES[0]).logits, expected, rtol=0, atol=0, equal_nan=True)
+    model = get_peft_model(base, half)
+    assert {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad} == {"down_proj"}
+    with pytest.raises(FrozenCoreError):
+        model.add_adapter("more", FrozenCoreConfig(**{"r": 2, "constructor": "random", **options}))
+    assert list(model.peft_config) == ["default"]
+    assert {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad} == {"down_proj"}
+
 
 # ------------------------------------------------------------------------------------------------------ bases
 
@@ -244,6 +273,12 @@ BASES: list[Refusal] = [
      ConfigError, "moments collected once"),
     (lambda _: set_basis(new(constructor="signgrad", initial_step=0.1), get_basis(adapted("signgrad"))),
      ConfigError, "a saved basis has none"),
+    (lambda _: set_basis(new(), {name: replace(basis, P=basis.P * torch.nan)
+                                 for name, basis in get_basis(adapted("random")).layers.items()}),
+     CalibrationError, "NaN or Inf"),
+    *((calibrated(lambda _: new(), loss_fn=loss_fn), CalibrationError, f"loss_fn returns one number, .*, not a {kind}")
+      for loss_fn, kind in ((lambda model, batch: model(**batch), "CausalLMOutputWithPast"),
+                            (lambda model, batch: model(**batch).logits, r"tensor of shape \("))),
     (lambda _: set_basis(tiny_qwen2(), {}), ConfigError, "get_peft_model"),
     (lambda _: get_basis(lora()), ConfigError, "get_peft_model"),
     (lambda _: get_basis(new()), CalibrationError, "needs a basis, but layer"),
@@ -312,6 +347,8 @@ CORES: list[Refusal] = [
     (lambda room: merge_adapters([room / "same basis", room / "own basis"], room.out), ArtifactError, "on one basis"),
     (lambda room: merge_adapters([room / "same basis", room / "module"], room.out), ConfigError, "other modules too"),
     (lambda room: merge_adapters([room / "same basis"] * 2, room.out, weights=[1.0]), ConfigError, "as many weights"),
+    *((lambda room, bits=bits: merge_adapters([room / "same basis"], room.out, bits=bits),
+       ConfigError, f"values of 8, 4, 2 or 32 bits, but {bits} was given") for bits in (1, 3, 5, 7)),
     (lambda room: merge_adapters([room / "same basis", room / "same basis, other base"], room.out),
      ArtifactError, "Cores are summed on one basis"),
     (lambda room: CoreBank(room.model, 1, dtype=torch.float64), ConfigError, "keeps cores in float32, bfloat16 or"),

@@ -477,6 +477,22 @@ def test_a_base_model_of_other_layers_is_refused_in_one_line(
     assert str(caught.value).endswith("Load the base model that it was trained on: org/base.")
 
 
+def test_a_core_of_another_rank_says_so_and_not_that_the_base_model_is_another(saved: Path) -> None:
+    model = adapted("fcca", r=2, calibrated=False)
+    with pytest.raises(ArtifactError, match="Make the adapter with the rank and scale of the saved one"):
+        set_peft_model_state_dict(model, load_file(saved / "adapter_model.safetensors"))
+
+
+def test_a_pickle_is_refused_where_it_is_written(tmp_path: Path) -> None:
+    model = adapted("random", trained=True)
+    for older in (None, b"of another training"):  # which would be loaded in place of the pickle
+        if older is not None:
+            (tmp_path / "adapter_model.safetensors").write_bytes(older)
+        with pytest.raises(ArtifactError, match="Save without safe_serialization=False"):
+            model.save_pretrained(tmp_path, safe_serialization=False)
+    assert not (tmp_path / "adapter_config.json").exists()
+
+
 def test_weights_that_show_no_values_and_bases_of_other_layers_are_not_compared() -> None:
     """Quantised weights, and those of fewer than eight values; that the layers are others is said of their names."""
 

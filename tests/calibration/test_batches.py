@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,7 +14,13 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
 from frozencore import CalibrationOptions, calibrate, get_basis
-from frozencore.calibration.batches import example_of_tokens, num_examples_of, take_examples, targets_of
+from frozencore.calibration.batches import (
+    example_of_tokens,
+    num_examples_of,
+    require_examples_apart,
+    take_examples,
+    targets_of,
+)
 from frozencore.errors import DataError
 from frozencore.tune.pocket import pocket_model_path
 from tiny import EXAMPLES, Stream, adapted, batch_of, batches_of, draw_examples
@@ -154,6 +161,18 @@ def test_rows_that_were_joined_without_saying_where_they_begin_need_token_sum() 
     calibrated(DataLoader(ROWS[:1], batch_size=4, collate_fn=joined))
     whole = [{name: values for name, values in row.items() if name != "text"} for row in ROWS]
     calibrated(DataLoader(whole, batch_size=4, collate_fn=stacked), num_examples=1)  # the first row of four
+
+
+def test_chats_cut_at_one_length_are_not_taken_for_joined_rows() -> None:
+    chats = torch.randint(3, 40, (8, 6), generator=torch.Generator().manual_seed(0))
+    chats[:, 0], chats[:, 3] = 1, 2  # all begin with one token, and hold the end of a turn
+    loader = DataLoader([{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids} for ids in chats], 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_examples_apart(loader, list(loader), None, {2})
+    chats[:, 0] = torch.arange(3, 11)
+    with pytest.warns(UserWarning, match="as packing_strategy='wrapped' makes"):
+        require_examples_apart(loader, list(loader), None, {2})
 
 
 @pytest.mark.parametrize("patches", [1, 4, 2048])

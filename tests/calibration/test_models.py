@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid, normalize
 from transformers import (
     BertConfig,
+    BertForQuestionAnswering,
     BertForTokenClassification,
     BertModel,
     Qwen2Config,
@@ -125,7 +126,16 @@ def rewards() -> Case:
     return Case(made(Qwen2ForSequenceClassification, config), [batch], preference, ("q_proj", "o_proj"), shown)
 
 
-CASES = (images, images_as_pairs, sound, tagged_words, sentences, rewards)
+def answers() -> Case:
+    config = BertConfig(**SMALL, vocab_size=40)
+    batch = batch_of(draw_examples(3, seed=4), padding_id=0)
+    shown = int(batch["attention_mask"].sum())
+    batches = [{name: batch[name] for name in ("input_ids", "attention_mask")}]
+    batches[0] |= {"start_positions": torch.tensor([0, 1, 2]), "end_positions": torch.tensor([1, 1, 3])}
+    return Case(made(BertForQuestionAnswering, config), batches, None, ("query", "value"), shown)
+
+
+CASES = (images, images_as_pairs, sound, tagged_words, sentences, rewards, answers)
 
 
 class Rows:

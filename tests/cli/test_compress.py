@@ -132,6 +132,25 @@ def test_a_core_trained_on_is_saved_if_its_score_is_a_number_and_the_rest_is_sho
     assert ("Trained on: " in out) == (tmp_path / "shop/anna/trained-on").exists() == (why is None)
 
 
+def test_a_core_with_trained_modules_is_scored_with_them(command: Command, loras: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(pocket_model_path())
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["norm"], init_lora_weights=False)
+    lora = get_peft_model(model, config)
+    lora.base_model.model.model.norm.modules_to_save["default"].weight.data.mul_(1.5)
+    lora.save_pretrained(str(tmp_path / "loras/anna"))
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/anna.jsonl").write_bytes((loras / "rows/anna.jsonl").read_bytes())
+    adapters = [tmp_path / "loras/anna", loras / "ben"]
+    options = ["--rank", 8, "--bits", 32, "--model", "pocket", "--tenants", tmp_path / "rows"]
+    status, out, err = command("compress", *adapters, *options, "--out", tmp_path / "shop")
+    assert status == 0, err
+    assert "anna, trained on: Only cores are trained on, and this adapter has other trained modules." in out
+    (line,) = (line for line in out.splitlines() if "anna" in line and "no core" in line)
+    before, own, compressed = re.findall(r"\d+\.\d{3}", line)
+    assert own != before
+    assert abs(float(own) - float(compressed)) < 0.01
+
+
 def test_tenants_are_scored_and_trained_on_and_a_newcomer_trains_on_the_basis(
     command: Command, loras: Path, tmp_path: Path
 ) -> None:

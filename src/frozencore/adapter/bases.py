@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
@@ -15,6 +16,7 @@ from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.loaded_adapter import LoadedAdapter
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError
 from frozencore.maths.basis import LayerBasis
+from frozencore.maths.linalg import require_finite
 
 
 def adapter_for_new_bases(model: nn.Module, adapter_name: str | None, *, reset: bool) -> LoadedAdapter:
@@ -49,6 +51,7 @@ def get_basis(model: nn.Module, adapter_name: str | None = None) -> Basis:
     return adapter.config.make_basis(copies, base=adapter.base_record)
 
 
+@torch.inference_mode(False)  # P and Q are kept, and a backward pass reads them
 def set_basis(
     model: nn.Module,
     basis: Basis | Mapping[str, LayerBasis],
@@ -159,6 +162,9 @@ def require_fit(origin: str, bases: Mapping[str, LayerBasis], adapter: LoadedAda
     Args:
         origin: The basis, as the beginning of a sentence.
     """
+    for name, basis in bases.items():
+        for X in (basis.P, basis.Q):
+            require_finite(X, f"{origin}: layer {name!r}")
     theirs = {name: (basis.P.shape, basis.Q.shape, basis.scale) for name, basis in bases.items()}
     ours = {name: (basis.P.shape, basis.Q.shape, basis.scale) for name, basis in adapter.bases.items()}
     if odd := [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]:

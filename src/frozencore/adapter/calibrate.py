@@ -19,16 +19,17 @@ from frozencore.adapter.learning_rate import proposed_learning_rate
 from frozencore.calibration.batches import BATCH_SIZE, Batch, Collator, batches_from, require_examples_apart
 from frozencore.calibration.calibrate import Calibration, Target, calibrate_layers
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.calibration.collect import require_options_fit
+from frozencore.calibration.collect import has_labels, require_options_fit
 from frozencore.calibration.hooks import LossFn
 from frozencore.constructors import LayerData
-from frozencore.distributed import check_same_call, raise_on_any_rank, require_same_bases
+from frozencore.distributed import all_gather, check_same_call, raise_on_any_rank, require_same_bases
 from frozencore.errors import CalibrationError, ModelError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import LayerMoments
 from frozencore.text import Progress
 
 
+@torch.inference_mode(False)  # P and Q are kept, and a backward pass reads them
 def calibrate(
     model: nn.Module,
     data: Iterable[Any] | Dataset[Any] | None = None,
@@ -114,8 +115,8 @@ def calibrate(
         )  # fmt: skip
     require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
     rate = None
-    has_labels = loss_fn is not None or all(batch.get("labels") is not None for batch in batches)
-    if learning_rate and batches and has_labels:  # constructors that read no errors need no labels
+    has_loss = bool(batches) and (loss_fn is not None or all(has_labels(model, batch) for batch in batches))
+    if learning_rate and all(all_gather(has_loss)):  # constructors that read no errors need no labels
         # a layer may pass no gradient: this basis needed none, and training will refuse it
         with suppress(ModelError), _reporting(progress) as report:
             rate = proposed_learning_rate(

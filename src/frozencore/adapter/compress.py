@@ -47,6 +47,7 @@ from frozencore.maths.compress import (
     sharing_keeps_more_from,
     singular_energies,
 )
+from frozencore.maths.quantise import default_bits
 from frozencore.text import Progress, num_of
 
 LEAVE_OUT = "Or leave it out: --skip-bad."
@@ -70,7 +71,7 @@ class Sizes:
     """Bytes of weights, and whether one basis for all pays.
 
     Attributes:
-        before: All files of the adapters.
+        before: All files of the adapters, and the bases that they name.
         after: The basis and all cores.
         basis, tenant, modules: The basis, and on average the file of a core, and what of it are heads and other
             modules that were trained as a whole.
@@ -98,6 +99,7 @@ class CompressedAdapters:
 
     Attributes:
         rank: The largest rank of a layer.
+        bits: Bits of a saved value of the cores.
         kept: By adapter.
         equal: The adapters that are equal to an earlier one but for their scales, which count once, and its name.
         skipped: The reason by adapter.
@@ -108,6 +110,7 @@ class CompressedAdapters:
     folder: Path
     basis_id: str
     rank: int
+    bits: int
     num_layers: int
     kept: Mapping[str, Kept]
     sizes: Sizes
@@ -124,7 +127,7 @@ def compress_adapters(
     base: nn.Module | None = None,
     same_base: bool = False,
     skip_bad: bool = False,
-    bits: int = 32,
+    bits: int | None = 32,
     ready: Callable[[Collection[str]], object] = lambda _: None,
     progress: Progress = lambda *_: None,
 ) -> CompressedAdapters:
@@ -137,7 +140,7 @@ def compress_adapters(
         base: The base model, to compare layers and weights with, and to record in the basis.
         same_base: The adapters are of one base model, whatever name they give it. With ``base`` names do not count.
         skip_bad: Leave out adapters that cannot be compressed instead of refusing all.
-        bits: Bits of a saved value of a core: 32, 8, 4 or 2.
+        bits: Bits of a saved value of a core: 32, 8, 4 or 2; None takes those of ``tune`` at the rank that is found.
         ready: Called with the names of the adapters that will be compressed; if it raises, nothing is written.
 
     Raises:
@@ -170,6 +173,7 @@ def compress_adapters(
                 spectra[name][layer] = singular_energies(*update)
         progress("compress", number, len(shapes), layer)
     config = _config_of(sources, found, base)
+    bits = bits or default_bits(config.r)
     scaled = {layer: replace(basis, scale=config.scale_of(layer)) for layer, basis in found.items()}
     record = record_of_base(sources.values(), {layer: shapes[layer] for layer in found}, base)
     shared = config.make_basis(scaled, base=record)
@@ -211,7 +215,7 @@ def compress_adapters(
         }  # fmt: skip
         write_json(aside / COMPRESSION_FILE, about)
     names = other_names(sources.values(), base)
-    return CompressedAdapters(out, shared.id, config.r, len(found), kept, sizes, equal, skipped, names)
+    return CompressedAdapters(out, shared.id, config.r, bits, len(found), kept, sizes, equal, skipped, names)
 
 
 def _equal_ones(sources: Mapping[str, LowRankAdapter]) -> dict[str, str]:
@@ -237,16 +241,17 @@ def _sizes_in(
     """
     kept, unrounded = shares
     files = [folder / name / IN_A_RUN / WEIGHTS_FILE for name in sources]
-    before, number = sum(source.num_bytes for source in sources.values()), len(sources)
+    own, number = sum(source.num_bytes for source in sources.values()), len(sources)
+    bases = sum(dict(source.named_basis for source in sources.values() if source.named_basis).values())
     basis, tenant = (folder / BASIS_FOLDER / FACTORS_FILE).stat().st_size, sum(f.stat().st_size for f in files) / number
     modules = sum(X.nbytes for source in sources.values() for X in source.modules.values()) / number
     values = sum(one.P.numel() + one.Q.numel() for one in found.values())
     core = sum(one.rank**2 for one in found.values()) * bits / 32  # cut alone an adapter keeps float32
-    saved = before / number - tenant
-    smaller_from = int(basis // saved) + 1 if saved > 0 else None
+    saved = own / number - tenant
+    smaller_from = max(int((basis - bases) // saved) + 1, 1) if saved > 0 else None
     better_from = sharing_keeps_more_from(alone, kept, values, core)
     return Sizes(
-        before, round(basis + number * tenant), basis, round(tenant), round(modules), kept, unrounded,
+        own + bases, round(basis + number * tenant), basis, round(tenant), round(modules), kept, unrounded,
         sum(one.kept(values / number + core) for one in alone) / len(alone),
         None if smaller_from is None or better_from is None else max(smaller_from, better_from),
     )  # fmt: skip

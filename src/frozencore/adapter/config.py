@@ -158,6 +158,8 @@ class FrozenCoreConfig(
         self.peft_type = FrozenCoreType.FROZENCORE
         require_names(self)
         refuse_foreign_names(self.constructor_options, constructor_options())
+        if isinstance(self.modules_to_save, str):
+            self.modules_to_save = [self.modules_to_save]  # PEFT would take each letter for a name
         for name in ("target_modules", "exclude_modules"):
             if isinstance(given := getattr(self, name), list | tuple):
                 setattr(self, name, set(given))  # PEFT compares sets
@@ -314,6 +316,7 @@ class FrozenCoreConfig(
         """Write the file as PEFT does, but atomically, and fill in PEFT's empty card."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
+        _require_no_pickle(folder)
         if (folder / WEIGHTS_FILE).is_file():
             allow_as_umask(folder / WEIGHTS_FILE)
         with TemporaryDirectory(prefix=f".{CONFIG_FILE}.", dir=folder) as aside:
@@ -321,6 +324,16 @@ class FrozenCoreConfig(
             os.replace(Path(aside) / CONFIG_FILE, folder / CONFIG_FILE)
         if (folder / CARD_FILE).exists():
             write_model_card(save_directory)
+
+
+def _require_no_pickle(folder: Path) -> None:
+    """Refuse to go on where PEFT has just written the weights as a pickle, which nothing here opens."""
+    pickled, weights = folder / PICKLE_FILE, folder / WEIGHTS_FILE
+    if pickled.is_file() and not (weights.is_file() and weights.stat().st_mtime_ns > pickled.stat().st_mtime_ns):
+        raise ArtifactError(
+            f"Weights are saved as safetensors, but {folder} has newer ones in {PICKLE_FILE}, a pickle, which is never "
+            "opened. Save without safe_serialization=False (save_safetensors=False), in a folder without that file."
+        )
 
 
 def _options_of_basis() -> frozenset[str]:

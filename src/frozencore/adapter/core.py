@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from frozencore.errors import ArtifactError
+from frozencore.errors import ArtifactError, ConfigError
 from frozencore.maths.linalg import all_finite, weighted_sum
 from frozencore.maths.quantise import BITS, levels, pack, quantise, unpack
 
@@ -129,7 +129,12 @@ class Core:
 
         Args:
             ranks: As for :meth:`by_layer`.
+
+        Raises:
+            ConfigError: Another number of bits, which no file names.
         """
+        if bits not in (32, *BITS):
+            raise ConfigError(f"A core has values of {', '.join(map(str, BITS))} or 32 bits, but {bits!r} was given.")
         if bits == self.bits:
             return self
         if bits == 32:

@@ -99,7 +99,11 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     try:
         if file.name == WEIGHTS_FILE:
             return load_file(file)
-        return dict(torch.load(file, map_location="cpu", weights_only=True))
+        tensors = dict(torch.load(file, map_location="cpu", weights_only=True))
+        for name, X in tensors.items():
+            if not (isinstance(name, str) and isinstance(X, Tensor)):
+                raise TypeError(f"{name!r:.40} is no name of a tensor")
+        return tensors
     except Exception as error:  # torch.load raises many kinds for a damaged file and for one of more than tensors
         raise damaged(folder, error) from error
 

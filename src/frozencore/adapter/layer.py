@@ -331,7 +331,8 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         return self._update(*self.factors(adapter_name), self.frozencore_scale[adapter_name])
 
     def _update(self, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
-        delta = (P.to(R.dtype) @ R @ Q.to(R.dtype).mT) * scale
+        with torch.autocast(P.device.type, enabled=False):
+            delta = (P.to(R.dtype) @ R @ Q.to(R.dtype).mT) * scale
         return delta.mT if isinstance(self.get_base_layer(), Conv1D) else delta
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import TaskType
 from peft.utils.other import get_pattern_key
 from torch import Tensor
 
@@ -64,6 +66,7 @@ class LowRankAdapter:
             are mapped, and read when they are used; adapters on a named basis share its P and Q.
         targets: The names in ``target_modules``; None if a layer is named by none of them.
         num_bytes: The size of its file of weights.
+        named_basis: The id of the basis that it names, and the bytes of its P and Q; None if they are in its file.
         modules_to_save, modules: The names of the modules that were trained as a whole, as a classifier's head, and
             their tensors by their names in the file; ``ties_weights`` is PEFT's ``ensure_weight_tying``.
         copies: Weights of the base model by layer. PEFT saves the weight of an adapted head.
@@ -81,6 +84,7 @@ class LowRankAdapter:
     modules: Mapping[str, Tensor]
     ties_weights: bool = False
     copies: Mapping[str, Tensor] = field(default_factory=dict)
+    named_basis: tuple[str, int] | None = None
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -119,6 +123,10 @@ def read_low_rank_adapter(place: str, bases: dict[str, Basis]) -> LowRankAdapter
     source = _read_core(place, folder, bases) if is_core else _read_lora(place, folder, config)
     if not any(scale and all(bool(X.any()) for X in factors) for scale, factors in source.factors.values()):
         _refuse(place, [("is untrained: every product is zero", "Train it")])
+    for layer, (scale, factors) in source.factors.items():
+        sizes = [scale**2, *(float(X.float().square().sum()) for X in factors)]
+        if not all(map(isfinite, sizes)) or (not all(sizes) and all(bool(X.any()) for X in factors)):
+            _refuse(place, [(f"has values of a size that float32 cannot square in {layer!r}", SAVE)])
     return source
 
 
@@ -137,6 +145,8 @@ def _read_core(place: str, folder: Path, bases: dict[str, Basis]) -> LowRankAdap
         targets=None if partial else _targets(config.target_modules, basis.layers),
         num_bytes=weights_file(folder).stat().st_size,
         modules_to_save=config.modules_to_save, modules=saved.modules, ties_weights=config.ensure_weight_tying,
+        named_basis=None if saved.basis is not None else
+        (basis.id, sum(X.nbytes for layer in basis.layers.values() for X in (layer.P, layer.Q))),
     )  # fmt: skip
 
 
@@ -169,6 +179,13 @@ def _odd_options(config: Mapping[str, Any]) -> Reasons:
     """Options with which the update is more than B A of each layer."""
     if (kind := config.get("peft_type")) != "LORA":
         yield f"is of PEFT's type {kind!r:.40}", MERGE
+    for name, values in (("task_type", [*TaskType]), ("base_model_name_or_path", None), ("revision", None)):
+        value = config.get(name)
+        if value is not None and (not isinstance(value, str) or (values is not None and value not in values)):
+            yield f"has a malformed {name} ({value!r:.40})", SAVE
+    modules = config.get("modules_to_save") or []
+    if not isinstance(modules, list) or not all(isinstance(one, str) for one in modules):
+        yield f"has a malformed modules_to_save ({modules!r:.40})", SAVE
     if option := next((name for name in MORE_THAN_PRODUCTS if config.get(name)), None):
         yield f"{MORE_THAN_PRODUCTS[option]} ({option})", MERGE
     if (bias := config.get("bias")) not in (None, "none"):

@@ -84,25 +84,23 @@ class FrozenCoreModel(BaseTuner):
         named_layers.exclude_unusable(config, model)
         named_layers.require_tokens(config.trainable_token_indices, model)
         disable_bnb_repacking(model)
-        try:
-            super().inject_adapter(model, adapter_name, *args, low_cpu_mem_usage=low_cpu_mem_usage, **kwargs)
-        except NoMatchingPeftModuleError as error:
-            if "not found in the base model" not in str(error):  # PEFT's other errors name their reason
-                raise
-            raise named_layers.no_match(config, model) from error
-        config.filled = {name: (value, copy.copy(getattr(config, name))) for name, value in before.items()}
-        layers = frozen_core_layers(model, adapter_name)
-        if not low_cpu_mem_usage and not config.load_bases:  # else a file will bring the cores
-            for layer in layers.values():
-                layer.fill_core(adapter_name)
-        try:
+        with self._removed_if_it_fails(adapter_name, model):
+            try:
+                super().inject_adapter(model, adapter_name, *args, low_cpu_mem_usage=low_cpu_mem_usage, **kwargs)
+            except NoMatchingPeftModuleError as error:
+                if "not found in the base model" not in str(error):  # PEFT's other errors name their reason
+                    raise
+                raise named_layers.no_match(config, model) from error
+            config.filled = {name: (value, copy.copy(getattr(config, name))) for name, value in before.items()}
+            layers = frozen_core_layers(model, adapter_name)
+            if not layers:
+                raise ConfigError("Cores are put on layers, but rank_pattern gives each rank 0. Give some a rank.")
+            if before["target_modules"] is not None and not config.load_bases:
+                named_layers.warn_of_unmatched(config, layers)
+            if not low_cpu_mem_usage and not config.load_bases:  # else a file will bring the cores
+                for layer in layers.values():
+                    layer.fill_core(adapter_name)
             self._give_bases(LoadedAdapter(adapter_name, config, layers))
-        except (ArtifactError, ConfigError):
-            if len(self.peft_config) == 1:
-                self.unload()
-            else:
-                self.delete_adapter(adapter_name)
-            raise
         narrow = [name for name, layer in layers.items() if len(layer.core(adapter_name)) < config.rank_of(name)]
         if narrow and not config.load_bases:
             warnings.warn(
@@ -110,6 +108,21 @@ class FrozenCoreModel(BaseTuner):
                 f"{narrow[0]}, {len(layers[narrow[0]].core(adapter_name))} instead of {config.rank_of(narrow[0])}).",
                 stacklevel=2,
             )
+
+    @contextmanager
+    def _removed_if_it_fails(self, adapter_name: str, model: nn.Module) -> Iterator[None]:
+        """Take a new adapter out again if an error ends the block, so that the model is as it was."""
+        trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        try:
+            yield
+        except Exception:
+            if len(self.peft_config) == 1:
+                self.unload()
+            else:
+                self.delete_adapter(adapter_name)
+            for parameter, flag in trainable:
+                parameter.requires_grad_(flag)
+            raise
 
     def _create_and_replace(
         self,
@@ -145,6 +158,9 @@ class FrozenCoreModel(BaseTuner):
         elif (other := self._with_same_basis(adapter)) is not None:
             for layer in adapter.layers.values():
                 layer.share_basis(adapter.name, other, random_core=not config.init_weights)
+            if config.basis is None:
+                known = self.peft_config[other]
+                config.calibration_tokens, config.learning_rate = known.calibration_tokens, known.learning_rate
         elif config.basis is not None:
             attach_basis(adapter, config.find_basis(origin))
         elif not config.needs_calibration:
@@ -284,9 +300,12 @@ class FrozenCoreModel(BaseTuner):
 
     def _prepare_merging(self, adapter_names: list[str] | None) -> None:
         """Warn of zero bases, refuse weights that two layers share or that are computed, and untie an adapted head."""
-        num_owners = Counter(id(getattr(one, "weight", one)) for one in self.model.modules() if is_linear(one))
+        every = (one for _, one in self.model.named_modules(remove_duplicate=False))
+        num_owners = Counter(id(getattr(one, "weight", one)) for one in every if is_linear(one))
+        merged: list[FrozenCoreLinear] = []
         for adapter_name in self.active_adapters if adapter_names is None else adapter_names:
             layers = frozen_core_layers(self.model, adapter_name)
+            merged += layers.values()
             P = next((layer.frozencore_P[adapter_name] for layer in layers.values()), None)
             if P is not None and not P.is_meta and not P.any():  # all layers get their bases together, so one is enough
                 warn_of_uncalibrated(f"The adapter {adapter_name!r} that is merged", "before it is merged")
@@ -302,15 +321,16 @@ class FrozenCoreModel(BaseTuner):
                         f"Layer {name!r} shares its weight with {num_others} other(s), so a merged update would "
                         "change them too. Keep the adapter unmerged, or export it as a LoRA."
                     )
-        self._untie_head()
+        self._untie_head(merged)
 
-    def _untie_head(self) -> None:
-        """Copy the weight of an adapted output layer, so that merging does not change the input embedding."""
+    def _untie_head(self, merged: Sequence[FrozenCoreLinear]) -> None:
+        """Copy the weight of an output layer that is merged into, so that the input embedding does not change."""
         model: Any = self.model
         head, embedding = (getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("output", "input"))
-        if not isinstance(head, FrozenCoreLinear):
+        found = next((one for one in merged if one is head), None)
+        if found is None:
             return
-        layer = head.get_base_layer()
+        layer = found.get_base_layer()
         is_tied = layer.weight is getattr(embedding, "weight", None)
         if not is_tied:
             return

@@ -309,13 +309,23 @@ def require_tokens(indices: Any, model: nn.Module) -> None:
                 break
 
 
+def warn_of_unmatched(config: Any, layers: Collection[str]) -> None:
+    """Warn of names among several targets that no adapted layer has."""
+    if not isinstance(config.target_modules, str) and (
+        unused := sorted(one for one in config.target_modules if not any(is_end_of(one, layer) for layer in layers))
+    ):
+        warnings.warn(f"No adapted layer is called {', '.join(unused)} (target_modules).", stacklevel=4)
+
+
 def no_match(config: Any, model: nn.Module) -> ConfigError:
     """The error for targets that match no layer, with the names of the layers."""
     given = config.target_modules
     targets = [given] if isinstance(given, str) else sorted(given or ())
     there = linear_names(model)
-    near = next((found for target in targets if (found := nearest_name(target, there))), None)
+    near = next((found for target in targets if (found := nearest_name(target, there)) != target), None)
     guess = f"Did you mean {near!r}? " if near else ""
+    if config.layers_to_transform is not None and not near:
+        guess = f"layers_to_transform={config.layers_to_transform!r:.60} leaves none. "
     return ConfigError(
         f"target_modules {', '.join(map(repr, targets))} match no layer of this model. {guess}Its linear layers are "
         f"called {', '.join(there)}; or use 'all-linear'."

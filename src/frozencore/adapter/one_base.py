@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.base_record import differing_layer, differs, record_base, samples_of, split_record
+from frozencore.adapter.core import BASE
 from frozencore.adapter.export.base_model import layers_of
 from frozencore.adapter.low_rank_adapter import LowRankAdapter
 
@@ -53,6 +54,7 @@ def mismatched_adapters(
     samples = samples_of(base, known) if base is not None else {}
     records: dict[str, Mapping[str, str]] = {}
     reasons: dict[str, str] = {}
+    adapted, trained = set[str](), set[str]()  # layers with factors, and modules trained as a whole, so far
     for name, one in adapters.items():
         record = {} if one.base is None else split_record(one.base, one.shapes)
         if base is None and not same_base and (_with_revision(one) or usual) != usual:
@@ -71,9 +73,28 @@ def mismatched_adapters(
                 reasons[name] = f"was made on another weight of layer {odd!r}"
         elif any(differs(record[layer], records[layer]) for layer in record.keys() & records.keys()):
             reasons[name] = "was made on other weights than an earlier frozen core"
+        whole = {path for key in one.modules for path in [key.removeprefix(BASE).rpartition(".")[0]]}
+        if name not in reasons and (reason := _trained_twice(one.shapes, whole, adapted, trained)):
+            reasons[name] = reason
+        if name not in reasons:
+            adapted, trained = {*adapted, *one.shapes}, trained | whole
         if name not in reasons and base is None:
             known, records = {**one.shapes, **known}, {**record, **records}
     return reasons
+
+
+def _trained_twice(
+    layers: Collection[str], whole: Collection[str], adapted: Collection[str], trained: Collection[str]
+) -> str | None:
+    """A layer that this adapter adapts and another trains as a whole, or the other way around."""
+    for mine, theirs, words in (
+        (layers, trained, "adapts the layer {!r}, which an earlier adapter trains as a whole (modules_to_save)"),
+        (adapted, whole, "trains the layer {!r} as a whole (modules_to_save), which an earlier adapter adapts"),
+    ):
+        for layer in mine:
+            if any(layer == module or layer.startswith(f"{module}.") for module in theirs):
+                return words.format(layer)
+    return None
 
 
 def _with_revision(one: LowRankAdapter) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -146,7 +146,7 @@ def _other_basis(origin: str, core: Core, adapter: LoadedAdapter, tensors: Mappi
     basis = config.make_basis(beside, base=config.base_record or adapter.base_record)
     if config.base_record is None and basis.base is not None and basis.id != core.basis_id:
         basis = config.make_basis(beside, base=None)
-    require_fit(origin, beside, adapter, _way_out(beside, config.base_model_name_or_path))
+    require_fit(origin, beside, adapter, _way_out(beside, adapter))
     base = config.base_model_name_or_path or "base model"
     what = f"P and Q beside it, with this model's scales and {base}, make"
     require_same_id(origin, core.basis_id, what, basis.id)
@@ -189,8 +189,14 @@ def _heads_there(config: FrozenCoreConfig, model: nn.Module) -> list[str] | None
     return config.modules_to_save
 
 
-def _way_out(layers: Iterable[str], base: str | None) -> str:
+def _way_out(layers: Mapping[str, LayerBasis], adapter: LoadedAdapter) -> str:
     """What to do with an adapter of other layers or shapes."""
     if any("_orig_mod" in name for name in layers):
         return "It was saved from a compiled model. Call torch.compile on the model with its adapter, as there."
-    return f"Load the base model that it was trained on{f': {one_line(base, 200)}' if base else ''}."
+    shapes, ours = {name: (len(one.P), len(one.Q)) for name, one in layers.items()}, adapter.layers
+    fits = all(ours[name].shape == shapes[name] for name in shapes.keys() & ours.keys())
+    if fits and shapes.keys() == ours.keys():
+        return "Make the adapter with the rank and scale of the saved one, as its adapter_config.json has them."
+    base = adapter.config.base_model_name_or_path
+    same_base = "If this is its base model, take target_modules from its adapter_config.json. " if fits else ""
+    return f"{same_base}Load the base model that it was trained on{f': {one_line(base, 200)}' if base else ''}."

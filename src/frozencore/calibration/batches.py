@@ -278,6 +278,8 @@ def require_examples_apart(data: Any, batches: Sequence[Batch], batch_size: int 
         batch_size: Rows that a collator got at a time; by default that of a loader. Other data are not checked.
         end_ids: The model's end tokens.
 
+    Rows that all begin with the same token are not joined: those would begin anywhere.
+
     Raises:
         DataError: Each batch has one row where several were read.
     """
@@ -293,12 +295,12 @@ def require_examples_apart(data: Any, batches: Sequence[Batch], batch_size: int 
             f"where each begins. Let the collator return position_ids, seq_idx or cu_seq_lens_q; {way_out}"
         )
     longest, ends = max(ids.shape[1] for ids, _ in rows), torch.tensor(sorted(end_ids))
-    inside = [
-        torch.isin(ids[:, :-1], ends.to(ids.device)).any(1) & text.all(1)
-        for ids, text in rows
-        if ids.shape[1] == longest and text is not None
-    ]
-    if sum(int(one.sum()) for one in inside) > sum(len(ids) for ids, _ in rows) / 2:
+    first_tokens: list[int] = []  # of the full rows with end tokens inside
+    for ids, text in rows:
+        if ids.shape[1] == longest and text is not None:
+            joined = torch.isin(ids[:, :-1], ends.to(ids.device)).any(1) & text.all(1)
+            first_tokens += ids[joined, 0].tolist()
+    if len(set(first_tokens)) > 1 and len(first_tokens) > sum(len(ids) for ids, _ in rows) / 2:
         warnings.warn(
             f"Most rows have {longest} tokens, end tokens inside and no padding, as packing_strategy='wrapped' makes "
             f"them. The beginnings of examples are not marked, so each row counts as one example; {way_out}",
@@ -328,7 +330,8 @@ def labels_of(batch: Mapping[str, Any]) -> Tensor:
     if batch.get("labels") is None:
         raise CalibrationError(
             "Calibration needs labels for its loss and its completion tokens, but a batch has the keys "
-            f"{', '.join(sorted(batch))}. Add 'labels' (-100 on tokens without loss)."
+            f"{', '.join(sorted(batch))}. Add 'labels' (-100 on tokens without loss), or say what the loss is: "
+            "calibrate(..., loss_fn=lambda model, batch: ...)."
         )
     return batch["labels"]
 

@@ -111,10 +111,14 @@ def loss_of(model: nn.Module, batch: Batch, on_host: Batch, spec: PassSpec) -> T
         CalibrationError: The model returns no loss.
     """
     if spec.loss_fn is not None:
-        loss = spec.loss_fn(model, batch)
+        loss: object = spec.loss_fn(model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise CalibrationError(f"A loss_fn returns one number, the mean over the batch, as a tensor, not {given}.")
         return loss.reshape(()) * num_examples_of(batch)
     if not _is_language_model(model):  # it returns a loss
-        labels_of(batch)  # raises a clear error if there are none
+        if not has_labels(model, batch):
+            labels_of(batch)  # raises a clear error
         return _part(model, model(**batch), "loss") * num_examples_of(batch)
     targets, examples = _targets_and_examples(model, on_host)
     if is_encoder_decoder(model):
@@ -134,6 +138,15 @@ def examples_with_loss(model: nn.Module, batch: Batch) -> list[int]:
     targets, examples = _targets_and_examples(model, batch)
     numbers: list[int] = examples[targets.ne(IGNORED)].unique().tolist()
     return numbers
+
+
+def has_labels(model: nn.Module, batch: Batch) -> bool:
+    """Whether a batch has what the model's own loss is made of: labels, or the positions of an answer."""
+    if not isinstance(batch, Mapping):
+        return False
+    taken = () if _is_language_model(model) else inspect.signature(_base_of(model).forward).parameters
+    names = ["labels", *(name for name in taken if "label" in name or name in ("start_positions", "end_positions"))]
+    return any(batch.get(name) is not None for name in names)
 
 
 def _is_language_model(model: nn.Module) -> bool:

@@ -280,8 +280,9 @@ class CalibrationPass:
             return rows
         raise CalibrationError(
             f"Layer {name!r} read rows of shape {shape} where the batch has {' x '.join(map(str, self.tokens.shape))} "
-            "tokens, so padding cannot be told from text. Calibrate on rows without padding, or leave layers such as "
-            "routed experts, pooled ones and those that read tokens first out of target_modules."
+            "tokens, so padding cannot be told from text. Leave layers such as routed experts, pooled ones, those of "
+            "images and those that read tokens first out of target_modules; or count the rows that the loss reaches: "
+            "calibrate(..., loss_fn=lambda model, batch: model(**batch).loss)."
         )
 
     def record(

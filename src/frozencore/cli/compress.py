@@ -16,7 +16,6 @@ from frozencore.cli.stages import StageDisplay
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config
 from frozencore.files.atomic_write import check_output
-from frozencore.maths.quantise import default_bits
 from frozencore.text import bytes_in_words, num_of
 from frozencore.tune.locate import find_tenants, require_model
 
@@ -72,12 +71,20 @@ def compress(
         from frozencore.tune.compressed import TRAINED_ON, compress_scored
 
         progress.started()
-        bits = bits or default_bits(rank)
-        done, scores = compress_scored(
+        scores = compress_scored(
             adapters, output, rank=rank, bits=bits, model=model, tenants=tenants, same_base=same_base,
-            skip_bad=skip_bad, progress=progress,
+            skip_bad=skip_bad, written=lambda done: _print_summary(done, model), progress=progress,
         )  # fmt: skip
-    console.print(_summary(done, bits))
+    if scores:
+        console.print(_scores(scores))
+    whole = any(not isinstance(arms["trained on"], str) for arms in scores.values())
+    trained_on = f"   Trained on: {output}/NAME/{TRAINED_ON}" if whole else ""
+    console.print(f"Basis: {output}/basis   Adapters: {output}/NAME/adapter{trained_on}", soft_wrap=True)
+
+
+def _print_summary(done: CompressedAdapters, model: str | None) -> None:
+    """Show what was written, and warn of other names of the base model."""
+    console.print(_summary(done))
     if done.other_names:
         names = ", ".join(done.other_names)
         also = f", not {model}. Its" if model else ", which --same-base takes for one model. Their"
@@ -86,11 +93,6 @@ def compress(
             "same, a LoRA does not say.",
             style="yellow", soft_wrap=True,
         )  # fmt: skip
-    if scores:
-        console.print(_scores(scores))
-    whole = any(not isinstance(arms["trained on"], str) for arms in scores.values())
-    trained_on = f"   Trained on: {output}/NAME/{TRAINED_ON}" if whole else ""
-    console.print(f"Basis: {output}/basis   Adapters: {output}/NAME/adapter{trained_on}", soft_wrap=True)
 
 
 def _scores(scores: Scores) -> RenderableType:
@@ -109,7 +111,7 @@ def _in_words(score: Score | str) -> str:
     return f"{score.held_out_loss:.3f}" + (f", {score.task.accuracy:.0%}" if score.task else "")
 
 
-def _summary(done: CompressedAdapters, bits: int) -> Group:
+def _summary(done: CompressedAdapters) -> Group:
     """The share that each adapter keeps, those with the least first if there are many."""
     least_first = sorted(done.kept, key=lambda name: done.kept[name].share)
     shown = least_first[:MOST_ROWS] if len(least_first) > MOST_ROWS else list(done.kept)
@@ -136,7 +138,7 @@ def _summary(done: CompressedAdapters, bits: int) -> Group:
                 "larger --rank, or leave out those that have little in common with the others."
             )
         )
-    return Group(table, *lines, *_sizes(done.sizes, len(done.kept), bits))
+    return Group(table, *lines, *_sizes(done.sizes, len(done.kept), done.bits))
 
 
 def _sizes(sizes: Sizes, number: int, bits: int) -> Iterator[Text]:

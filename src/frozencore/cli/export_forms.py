@@ -104,7 +104,7 @@ def tenant(adapter: Path, output: Path, base: str | None, dtype: str, overwrite:
 
 def core(adapter: Path, output: Path, bits: int | None, overwrite: bool) -> Iterator[str]:
     saved = read_adapter(adapter)
-    bits = bits or default_bits(saved.config.r)
+    bits = bits or min(default_bits(saved.config.r), saved.core.bits)
     scores: dict[str, float | str] | None = None if bits >= saved.core.bits else {}  # fewer bits have other scores
     saved.write(output, saved.core.in_bits(bits, saved.ranks), scores=scores, overwrite=overwrite)
     before, after = ((folder / WEIGHTS_FILE).stat().st_size for folder in (adapter, output))

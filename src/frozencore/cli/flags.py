@@ -150,7 +150,7 @@ def help_of(option: Option) -> str:
         words = (f"{name} ({row.basis_source})" if row.basis_source else name for name, row in METHODS.items())
         text = f"{text.rstrip('.')}, with the source of its bases or the kind of its values: {', '.join(words)}."
     if any(get_origin(kind) is Literal for kind in option.kinds[:1]):
-        text += f" {option.rule.capitalize()}."
+        text += f" {option.text_rule.capitalize()}."
     if option.takes_several and not option.is_repeated:
         text += " Several are separated by commas."
     return text

@@ -95,6 +95,7 @@ VERBS = (
         "compress", ".compress:compress",
         "Compress LoRAs, or adapters on bases of their own, into one basis and a core for each.",
         "compress loras/* --rank 32 --out shop", "Share",
+        "the same command starts from the beginning, unless --out is there, which is then whole",
     ),
 )  # fmt: skip
 

@@ -16,7 +16,14 @@ from jaxtyping import Float
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.device import torch
 from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
-from frozencore.maths.linalg import effective_rank, energy_rank, seeded_generator, top_eigenvectors, truncated_svd
+from frozencore.maths.linalg import (
+    effective_rank,
+    energy_rank,
+    fitting_rank,
+    seeded_generator,
+    top_eigenvectors,
+    truncated_svd,
+)
 from frozencore.maths.moments import DenseMoment, LayerMoments, MomentName
 
 EvaOutput = Literal["weight_times_input", "output_pca", "random", "weight_svd"]
@@ -50,7 +57,7 @@ def eva_basis(
     >>> eva_basis(moments, W=torch.eye(2), rank=1).Q.abs().squeeze().tolist()
     [0.0, 1.0]
     """
-    rank = min(rank, *W.shape)
+    rank = fitting_rank(rank, W.shape)
     V, energy = _leading(moments, "input_outer", "input_total", center, rank)
     Q0 = V[:, : energy_rank(energy)]
     if output == "weight_times_input":

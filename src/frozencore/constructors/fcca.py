@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData, Options, with_cross
 from frozencore.device import torch
 from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
-from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
+from frozencore.maths.linalg import SvdMethod, effective_rank, fitting_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import InverseRoot, Whitening, WhiteningOptions
 from frozencore.options import options_of
@@ -61,7 +61,7 @@ def fcca_basis(
     """
     whitening = whitening or Whitening()
     G = moments.G
-    rank = min(rank, *G.shape)
+    rank = fitting_rank(rank, G.shape)
     if G.any():
         D_root, A_root = whitening.output_root(moments), whitening.input_root(moments)  # line 12: A and D, damped
         T = _whitened(G, D_root, A_root, whitening)  # line 13

@@ -14,7 +14,7 @@ from typing import Annotated
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.device import torch
 from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
-from frozencore.maths.linalg import energy_rank, top_eigenvectors
+from frozencore.maths.linalg import energy_rank, fitting_rank, top_eigenvectors
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Fisher
 
@@ -51,12 +51,12 @@ def filora_basis(
     ([1.0, 0.0], [0.0, 1.0], [36.0])
     """
     if fisher == "dense":
-        rank = min(rank, len(moments.total("input_outer")), len(moments.total("error_outer")))
+        rank = fitting_rank(rank, (len(moments.total("input_outer")), len(moments.total("error_outer"))))
         (Q0, input_energy), (P0, error_energy) = (
             top_eigenvectors(moments.mean(name), rank) for name in ("input_outer", "error_outer")
         )
     else:
-        rank = min(rank, len(moments.a), len(moments.d))
+        rank = fitting_rank(rank, (len(moments.a), len(moments.d)))
         (Q0, input_energy), (P0, error_energy) = (_largest(energy, rank) for energy in (moments.a, moments.d))
     return basis_from_factors(
         P0[:, : energy_rank(error_energy)], Q0[:, : energy_rank(input_energy)], rank=rank,

@@ -3,8 +3,8 @@
     W = U Σ Vᵀ,   LoRA-XS (Bałazy et al., 2024):  P₀ = U_r Σ_r,   Q₀ = V_r
                   MiLoRA (Wang et al., 2024):     P = U[:, k-r:],   Q = V[:, k-r:],   k = min(m, n)
 
-The thin QR of U Σ is U up to sign, so Σ matters only with ``coordinates="raw"``. MiLoRA needs a full eigenproblem: a
-randomised SVD finds only large directions.
+The thin QR of U Σ is U up to sign, so Σ matters only with the coordinates ``"raw"`` and ``"scaled_raw"``. MiLoRA needs
+a full eigenproblem: a randomised SVD finds only large directions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.device import torch
 from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
-from frozencore.maths.linalg import SvdMethod, effective_rank, trailing_svd, truncated_svd
+from frozencore.maths.linalg import SvdMethod, effective_rank, fitting_rank, trailing_svd, truncated_svd
 
 
 def lora_xs_basis(
@@ -30,7 +30,7 @@ def lora_xs_basis(
     >>> lora_xs_basis(torch.diag(torch.tensor([1.0, 3.0])), rank=1).P.abs().squeeze().tolist()
     [0.0, 1.0]
     """
-    rank = min(rank, *W.shape)
+    rank = fitting_rank(rank, W.shape)
     U, S, V = truncated_svd(W.float(), rank, method=svd_method, seed=seed)
     k = effective_rank(S)
     return basis_from_factors(U[:, :k] * S[:k], V[:, :k], rank=rank, spectrum=S, coordinates=coordinates, seed=seed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.device import torch
 from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
-from frozencore.maths.linalg import seeded_generator
+from frozencore.maths.linalg import fitting_rank, seeded_generator
 
 
 def random_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> LayerBasis:
@@ -19,7 +19,7 @@ def random_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates 
     >>> basis.P.shape, basis.orthonormality_error() < 1e-6
     (torch.Size([6, 2]), True)
     """
-    rank = min(rank, *shape)
+    rank = fitting_rank(rank, shape)
     P0, Q0 = (
         torch.randn(width, rank, generator=seeded_generator(seed, "random", side))
         for side, width in zip(("P", "Q"), shape, strict=True)
@@ -44,7 +44,7 @@ def vera_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = 
     >>> torch.equal(vera_basis((6, 4), rank=2).Q, vera_basis((8, 4), rank=2).Q)
     True
     """
-    rank = min(rank, *shape)
+    rank = fitting_rank(rank, shape)
     P0, Q0 = (shared_rows(width, rank, seed, side) for side, width in zip(("P", "Q"), shape, strict=True))
     return basis_from_factors(P0, Q0, rank=rank, spectrum=torch.empty(0), coordinates=coordinates)
 

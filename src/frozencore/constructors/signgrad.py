@@ -13,7 +13,7 @@ from typing import Annotated
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData, with_cross
 from frozencore.device import torch
 from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
-from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
+from frozencore.maths.linalg import SvdMethod, effective_rank, fitting_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
 
 
@@ -42,7 +42,7 @@ def signgrad_basis(
     [[-1.0, 1.0], [-1.0, 1.0]]
     """
     sign = moments.G.sign()
-    rank = min(rank, *sign.shape)
+    rank = fitting_rank(rank, sign.shape)
     U, S, V = truncated_svd(sign, rank, method=svd_method, seed=seed)
     k = effective_rank(S)
     basis = basis_from_factors(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, assert_never, get_args
 
 from jaxtyping import Float
@@ -44,6 +44,17 @@ def seeded_generator(seed: int, *labels: str | int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
+def fitting_rank(rank: int, shape: Iterable[int]) -> int:
+    """The rank, or the most that a matrix of this shape has.
+
+    Raises:
+        ConfigError: The rank is less than 1.
+    """
+    if rank < 1:
+        raise ConfigError(f"A rank is 1 or more, but {rank} was given.")
+    return min(rank, *shape)
+
+
 def truncated_svd(
     M: Float[torch.Tensor, "m n"], rank: int, *, method: SvdMethod = "auto", seed: int = 0
 ) -> TruncatedSVD:
@@ -63,7 +74,7 @@ def truncated_svd(
     ([3.0, 2.0], [1, 2])
     """
     require_finite(M)
-    rank = min(rank, *M.shape)
+    rank = fitting_rank(rank, M.shape)
     if method == "auto":
         method = "randomized" if prefers_krylov(M, rank) else "gram"
     if method == "gram":
@@ -96,7 +107,7 @@ def trailing_svd(M: Float[torch.Tensor, "m n"], rank: int) -> TruncatedSVD:
         CalibrationError: ``M`` is not finite.
     """
     require_finite(M)
-    M, rank = M.double(), min(rank, *M.shape)
+    M, rank = M.double(), fitting_rank(rank, M.shape)
     U, S, V = _gram_svd(M, rank, smallest=True)
     if S[-1] <= RANK_TOLERANCE * torch.linalg.matrix_norm(M):  # a Gram matrix does not separate such directions
         U, S, Vh = torch.linalg.svd(M, full_matrices=False)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
 from frozencore.adapter.compress import CompressedAdapters, compress_adapters
+from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.swap import round_core, swap_core
 from frozencore.errors import ConfigError, DivergenceError
 from frozencore.files.adapter_folder import adapter_in, folder_of, require_tenant_name
@@ -37,13 +38,14 @@ def compress_scored(
     out: Path,
     *,
     rank: int,
-    bits: int,
+    bits: int | None,
     model: str | None = None,
     tenants: Path | None = None,
     same_base: bool = False,
     skip_bad: bool = False,
+    written: Callable[[CompressedAdapters], object],
     progress: Progress,
-) -> tuple[CompressedAdapters, Scores]:
+) -> Scores:
     """Compress adapters, and score each before and after it on the rows of its tenant.
 
     Args:
@@ -51,6 +53,7 @@ def compress_scored(
         model: The base model.
         tenants: The row files, named after the adapters; None scores nothing.
         bits, same_base, skip_bad: As in ``compress_adapters``.
+        written: Called with the result before the cores are scored.
 
     Raises:
         FrozenCoreError: A name, a row file, an adapter or the model is wrong.
@@ -74,9 +77,10 @@ def compress_scored(
         named, out, rank=rank, base=base, same_base=same_base, skip_bad=skip_bad, bits=bits, ready=score_first,
         progress=progress,
     )  # fmt: skip
+    written(done)
     if to_score is not None:
-        score_cores(*to_score, out, scores, progress, bits=bits)
-    return done, scores
+        score_cores(*to_score, out, scores, progress, bits=done.bits)
+    return scores
 
 
 def read_rows_of(
@@ -131,11 +135,20 @@ def score_cores(
         bits: Bits of a saved value of the cores that are trained on.
         shop: The folder of ``frozencore compress``.
         scores: The scores that :func:`score_adapters` returned.
+
+    A core with trained modules beside it is scored with them, and not trained on.
     """
+    base = BaseWithAdapter(inputs.model)
+    with_modules = [name for name in scores if read_adapter(shop / name / ADAPTER).modules]
+    for name in with_modules:
+        model = base.with_adapter(shop / name / ADAPTER)
+        scores[name]["compressed"] = _score(inputs, rows[name], model, f"{name}, compressed", progress)
+        scores[name]["trained on"] = "Only cores are trained on, and this adapter has other trained modules."
+    base.without_adapter()
     method = find_method("compressed")
     options = MethodConfig(basis=str(shop / BASIS))
     model = add_adapter(method, inputs.model, options)
-    for name in scores:
+    for name in (name for name in scores if name not in with_modules):
         tenant_rows = rows[name]
         swap_core(model, shop / name / ADAPTER)
         scores[name]["compressed"] = _score(inputs, tenant_rows, model.eval(), f"{name}, compressed", progress)

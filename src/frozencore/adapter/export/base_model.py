@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.core import BASE
-from frozencore.adapter.folders import read_adapter
+from frozencore.adapter.folders import SavedAdapter, read_adapter
 from frozencore.adapter.layer import is_linear, layer_shape
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError, ModelError
 from frozencore.files.atomic_write import atomic_folder
@@ -232,6 +232,20 @@ def _has_factors(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> bool:
     return True
 
 
+def _require_modules(saved: SavedAdapter, model: nn.Module, base: str | Path) -> None:
+    """Refuse a base model without the modules that an adapter trained as a whole: PEFT would leave them out."""
+    there = {name for name, _ in model.named_modules()}
+    for name in saved.config.modules_to_save or ():
+        paths = (key.removeprefix(BASE).split(".") for key in saved.modules)
+        whole = {".".join(path[: path.index(name) + 1]) for path in paths if name in path}
+        if odd := sorted(whole - there):
+            raise ModelError(
+                f"The adapter in {saved.folder} has trained {odd[0]!r} as a whole, which {base} "
+                f"({type(model).__name__}) lacks. Save the base model in the class that the adapter was trained on, "
+                "and name that folder with base= (--base)."
+            )
+
+
 def export_merged(
     directory: str | Path,
     out: str | Path,
@@ -256,12 +270,14 @@ def export_merged(
         ConfigError: The adapter names no base model and none was given.
     """
     directory, out = Path(directory), Path(out)
-    base = base_name(directory, base, read_adapter(directory).config.base_model_name_or_path)
+    saved = read_adapter(directory)
+    base = base_name(directory, base, saved.config.base_model_name_or_path)
     loading = safe_loading(base)
     with atomic_folder(out, overwrite=overwrite, reads=directory) as aside:
         why_not = "rounding to its grid would lose most of an update"
         try:
             base_model = load_base_model(base, dtype, loading, why_not)
+            _require_modules(saved, base_model, base)
             merged = PeftModel.from_pretrained(base_model, str(directory)).merge_and_unload(safe_merge=True)
         except FrozenCoreError:
             raise
