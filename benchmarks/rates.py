@@ -73,6 +73,7 @@ def measure_cores(
 MODELS = {
     "smollm2": "SmolLM2-135M",
     "half": "Qwen2.5-Coder-0.5B",
+    "coder": "Qwen2.5-Coder-1.5B",
     "spread-0": "tiny1m",
     "spread-1": "tiny1m, spread 1",
     "spread-2": "tiny1m, spread 2",
