@@ -172,17 +172,12 @@ def size_table(lines: list[Record]) -> str:
         for arms in (["proposed"], [*FACTORS]):
             both = [name for name in theirs if all(set(arms) <= of.get(name, {}).keys() for of in (ours, theirs))]
             losses = np.array([[min(map(loss_of, map(of[name].get, arms))) for of in (ours, theirs)] for name in both])
-            cells += [str(len(both)), "", "", ""]
-            if both:
-                cells[-3:-1] = (f"{mean:.3f}" for mean in losses.mean(0))
-                cells[-1] = difference_of(losses[:, 1:] - losses[:, :1], both)
+            cells += [str(len(both)), difference_of(losses[:, 1:] - losses[:, :1], both) if both else ""]
         spreads = [line["input_spread"] for arms in theirs.values() for line in arms.values() if "input_spread" in line]
         spread = f"{np.mean(spreads):,.0f}" if spreads else ""
         rows.append([f"{MODELS[model]}: {KINDS[method]}", spread, *cells])
-    heads = [
-        f"{rate}: {head}" for rate in ("proposed rate", "best of three") for head in ("sets", "FCCA", "this", "apart")
-    ]
-    return table(["beside FCCA", "largest of median", *heads], rows)
+    heads = ["data sets", "minus FCCA, proposed rates", "data sets", "minus FCCA, best of three rates"]
+    return table(["loss", "largest over median", *heads], rows)
 
 
 def loss_of(line: Record) -> float:
