@@ -127,8 +127,8 @@ def by_hand(found: Mapping[str, Any]) -> str:
     rows = [
         [what, *(cells.get((what, model), "") for model in models)] for what in dict.fromkeys(at[0] for at in cells)
     ]
-    served = found["served"]
-    agreed = f"vLLM gave {served['same']} of {served['questions']} answers of `evaluate` with {served['model']}.\n"
+    asked = (f"{one['same']} of {one['questions']} with {one['model']}" for one in found["served"])
+    agreed = f"vLLM gave the answers of `evaluate`: {', '.join(asked)}.\n"
     return f"{table(['', *models], rows)}\n{agreed}"
 
 

@@ -300,6 +300,8 @@ BASES: list[Refusal] = [
     wrong_moments(lambda held: {name: one for name, one in held.items() if name != LAST}, LAST),
     wrong_moments(lambda held: held | {LAST: held["model.layers.0.self_attn.k_proj"]}, LAST),
     (calibrated(lambda _: new(), None), CalibrationError, "calibrate\\(model, dataloader\\)"),
+    (calibrated(lambda _: new(r=16), BATCHES[:1], num_examples=1), CalibrationError,
+     "A basis of rank 16 is made of 16 tokens or more, but layer '.*' received [4-9]"),
     (calibrated(lambda _: new(), num_examples=0), ConfigError, "at least 1, but 0 was given"),
     (calibrated(lambda _: lora()), ConfigError, "no frozen-core adapter. Call peft.get_peft_model"),
     (calibrated(lambda room: room.model, adapter_name="nobody"), ConfigError, "'nobody'.*'default', 'own'"),

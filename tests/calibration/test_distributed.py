@@ -131,6 +131,8 @@ def main(out: Path, rank: int) -> None:
     if rank == 1:
         bad[0]["labels"].fill_(-100)
     report["failure"] = failure(lambda: calibrate(adapted("fcca"), bad, progress=False))
+    some = batches_of(share, 2) if rank else []  # this basis needs none, and each rank needs them for a rate
+    report["rate of some"] = calibrate(adapted("random"), some, progress=False).learning_rate
     of_another_seed = adapted("random", seed=rank, target_modules=["v_proj"])
     report["other bases"] = failure(lambda: DistributedDataParallel(of_another_seed))
     on_other_layers = adapted("random", layers_to_transform=[0, 1] if rank else [0], target_modules=["v_proj"])
@@ -247,6 +249,10 @@ def test_a_rank_that_fails_ends_the_others_with_its_name(reports: list[dict[str,
     assert "every label of a batch is masked" in reports[1]["failure"]
     for report in (*reports[:1], *reports[2:]):
         assert report["failure"] == f"Rank 1 failed: {reports[1]['failure']}"
+
+
+def test_where_a_rank_has_no_examples_no_rate_is_proposed(reports: list[dict[str, Any]]) -> None:
+    assert [report["rate of some"] for report in reports] == [None] * len(reports)
 
 
 def test_a_rank_without_room_makes_all_go_on_in_smaller_groups_to_the_same_bytes(reports: list[dict[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from frozencore.distributed import assign_owners, gathered, num_ranks, own_rank,
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_or_none
+from frozencore.maths.linalg import fitting_rank
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.text import Progress
 
@@ -200,11 +201,22 @@ class _Builder:
                 target = self.targets[name]
                 layer = replace(target.layer, moments=moments.pop(name, None))
                 if self.owners[name] == own_rank():
+                    _require_tokens(layer, target.options.r)
                     basis = build_basis(self.constructor, layer, target.options)
                     self.built[name] = basis, capture_or_none(layer.moments, basis)
                     self.progress("bases", len(self.built), num_to_build)
                 if layer.moments is not None:
                     self.vectors[name] = layer.moments.without_matrices()
+
+
+def _require_tokens(layer: LayerData, rank: int) -> None:
+    """Refuse a basis with more directions than the tokens that it is made of."""
+    rank = fitting_rank(rank, layer.shape)
+    if layer.moments is not None and layer.moments.num_tokens < rank:
+        raise CalibrationError(
+            f"A basis of rank {rank} is made of {rank} tokens or more, but layer {layer.name!r} received "
+            f"{layer.moments.num_tokens}. Calibrate on more rows, or take a smaller rank."
+        )
 
 
 def _halved(groups: Sequence[list[str]]) -> list[list[str]]:
