@@ -140,6 +140,7 @@ BEFORE_TORCH = {
     "export run": "--to lora writes a folder. Give --out",
     "export run --to qr --out many": "many is there already. Choose another file",
     f"compress none {X}": "none has no adapter_config.json",
+    f"compress . {X}": "no adapter_config.json.* It holds .* of adapters: did you mean",
     "compress run --out many": "many is there already",
     f"compress run --model ./none {X}": "there is no such folder",
     f"compress run --tenants tenants {X}": "give it with --model",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from frozencore.cli.flags import flag
-from frozencore.errors import ConfigError
+from frozencore.errors import ConfigError, ModelError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
 from frozencore.tune.folder import record_of_run
 from frozencore.tune.locate import require_model
@@ -45,7 +45,12 @@ def chat(
     name = model or (_base_of(folders[0]) if folders else None)
     if not isinstance(name, str) or not name:
         raise ConfigError("A chat needs a model, and no adapter names one. Give --model NAME.")
-    require_model(name)
+    try:
+        require_model(name)
+    except ModelError as error:
+        if model is not None:
+            raise
+        raise ModelError(f"{error} The adapter names this model: give the one that it is now with --model.") from error
     from frozencore.cli.speakers import converse
 
     converse(

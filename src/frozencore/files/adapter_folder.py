@@ -12,7 +12,7 @@ from unicodedata import category, normalize
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.hub import hub_client, is_hub_id
 from frozencore.files.lfs_pointer import lfs_pointer_in
-from frozencore.text import one_line
+from frozencore.text import num_of, one_line
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 HEADER_FILE, FACTORS_FILE = "basis.json", "basis.safetensors"  # the files of a basis
@@ -83,10 +83,19 @@ def adapter_in(folder: Path) -> Path:
     Raises:
         ArtifactError: There is none in either.
     """
+    if (place := _adapter_at(folder)) is not None:
+        return place
+    inside = sorted(child for child in folder.iterdir() if _adapter_at(child)) if folder.is_dir() else []
+    more = f" It holds {num_of(len(inside), 'folder')} of adapters: did you mean {inside[0]}?" if inside else ""
+    raise ArtifactError(f"{missing(folder, CONFIG_FILE)}{more}")
+
+
+def _adapter_at(folder: Path) -> Path | None:
+    """The folder of an adapter or a basis, here or in the folder of a run."""
     for place in (folder, folder / IN_A_RUN):
         if any((place / name).is_file() for name in (CONFIG_FILE, HEADER_FILE)):
             return place
-    raise ArtifactError(missing(folder, CONFIG_FILE))
+    return None
 
 
 def require_header(folder: Path) -> None:
