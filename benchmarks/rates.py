@@ -173,8 +173,10 @@ def size_table(lines: list[Record]) -> str:
             both = [name for name in theirs if all(set(arms) <= of.get(name, {}).keys() for of in (ours, theirs))]
             losses = np.array([[min(map(loss_of, map(of[name].get, arms))) for of in (ours, theirs)] for name in both])
             cells += [str(len(both)), difference_of(losses[:, 1:] - losses[:, :1], both) if both else ""]
-        spreads = [line["input_spread"] for arms in theirs.values() for line in arms.values() if "input_spread" in line]
-        spread = f"{np.mean(spreads):,.0f}" if spreads else ""
+        spreads = {
+            line["set"]: line["input_spread"] for line in lines if line["model"] == model and line.get("input_spread")
+        }
+        spread = f"{np.mean([*spreads.values()]):,.0f}" if spreads else ""
         rows.append([f"{MODELS[model]}: {KINDS[method]}", spread, *cells])
     heads = ["data sets", "minus FCCA, proposed rates", "data sets", "minus FCCA, best of three rates"]
     return table(["loss", "largest over median", *heads], rows)
