@@ -73,7 +73,7 @@ def mismatched_adapters(
                 reasons[name] = f"was made on another weight of layer {odd!r}"
         elif any(differs(record[layer], records[layer]) for layer in record.keys() & records.keys()):
             reasons[name] = "was made on other weights than an earlier frozen core"
-        whole = {path for key in one.modules for path in [key.removeprefix(BASE).rpartition(".")[0]]}
+        whole = {key.removeprefix(BASE).rpartition(".")[0] for key in one.modules}
         if name not in reasons and (reason := _trained_twice(one.shapes, whole, adapted, trained)):
             reasons[name] = reason
         if name not in reasons:
