@@ -214,6 +214,11 @@ def main() -> None:
     model, encoder, here = study_model(options, "float32")
     results = Results(file, {"seed": SEED, **here}, NAMES)
     which = {"model": Path(options.model).name, "model_sha256": fingerprint_model(model)[:16]}
+    others = {line["model_sha256"] for line in results.found.values() if line["model"] == which["model"]}
+    if odd := others - {which["model_sha256"]}:
+        raise SystemExit(
+            f"{file} has lines of a model {which['model']!r} of other weights, {odd.pop()}. Load that model."
+        )
     rates, factors, lora_rates = (
         [float(number) for number in text.split(",") if number]
         for text in (options.rates, options.factors, options.lora_rates)
