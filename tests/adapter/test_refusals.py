@@ -75,10 +75,10 @@ def quantised(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(values))
 
 
-def without_base_name(folder: Path) -> None:
+def of_base_name(name: str | None, folder: Path) -> None:
     adapted("random").save_pretrained(folder)
     values = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**values, "base_model_name_or_path": None}))
+    (folder / "adapter_config.json").write_text(json.dumps({**values, "base_model_name_or_path": name}))
 
 
 def other_base() -> PeftModel:
@@ -96,7 +96,8 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
     "classifier": lambda folder: Qwen2ForSequenceClassification(tiny_qwen2().config).save_pretrained(folder),
     "quantised base": quantised,
     "base of no class": of_no_class,
-    "adapter": without_base_name,
+    "adapter": partial(of_base_name, None),
+    "adapter of a base that is gone": partial(of_base_name, "/none/model"),
     "own basis": lambda folder: adapted("random", alpha=6.0, trained=True).save_pretrained(folder),
     "other scale": lambda folder: adapted("fcca", alpha=7.0, trained=True).save_pretrained(folder),
     "other rank": lambda folder: adapted("fcca", alpha=6.0, r=2, trained=True).save_pretrained(folder),
@@ -390,6 +391,7 @@ EXPORTS: list[Refusal] = [
     (lambda room: export_lora(adapted("random"), room / "mine", overwrite=True), ArtifactError, "holds no model"),
     (lambda room: export_lora(room / "same basis", room / "same basis", overwrite=True), ArtifactError, "another fol"),
     (lambda room: export_merged(room / "adapter", room.out), ConfigError, "names no base model"),
+    (lambda room: export_merged(room / "adapter of a base that is gone", room.out), ConfigError, "model, which is gone"),
     (lambda room: export_merged(room / "adapter", room.out, base=room.out), ModelError, "there is no such folder"),
     (lambda room: export_merged(room / "adapter", room.out, base=room / "quantised base"), ModelError, "is quantised"),
     (lambda room: export_merged(room / "adapter", room.out, base=room / "base of no class"),

@@ -67,12 +67,16 @@ def layers_of(base: nn.Module | str | Path) -> BaseLayers:
     )
 
 
-def base_name(origin: Path, *names: str | Path | None) -> str:
-    """The first name that is not empty: the requested base model, else the one that the adapter names."""
-    name = next((str(name) for name in names if name), "")
-    if not name:
-        raise ConfigError(f"{origin} names no base model: give base=, its folder, file or hub id (--base).")
-    return name
+def base_name(origin: Path, base: str | Path | None, named: str | None) -> str:
+    """The requested base model, else the one that the adapter names."""
+    if base:
+        return str(base)
+    way_out = "give base=, its folder, file or hub id (--base)."
+    if not named:
+        raise ConfigError(f"{origin} names no base model: {way_out}")
+    if named.startswith(("/", "~", ".")) and not Path(named).expanduser().exists():
+        raise ConfigError(f"{origin} names the base model {named:.200}, which is gone: {way_out}")
+    return named
 
 
 def load_base_model(base: str, dtype: str, loading: dict[str, Any], not_quantised: str) -> Any:
