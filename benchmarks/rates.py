@@ -158,13 +158,18 @@ def others_table(lines: list[Record]) -> str:
 
 
 def size_table(lines: list[Record]) -> str:
-    """Constructors minus FCCA by model, at the proposed rate and at the best of half, one and two times that rate."""
+    """Other methods minus FCCA by model, at the proposed rate and at the best of half, one and two times that rate.
+
+    A LoRA has no proposed rate: its larger one stands in its place.
+    """
+    kinds = KINDS | {"lora": "LoRA, r = 16, at 1e-3"}
     found: dict[tuple[str, str], dict[str, dict[str, Record]]] = {}
     for line in lines:
-        if line["rank"] == RANK and line["method"] in KINDS and line["arm"] in FACTORS:
-            found.setdefault((line["model"], line["method"]), {}).setdefault(line["set"], {})[line["arm"]] = line
+        arm = "proposed" if (line["method"], line["arm"]) == ("lora", "0.001") else line["arm"]
+        if line["rank"] == RANK and line["method"] in kinds and arm in FACTORS:
+            found.setdefault((line["model"], line["method"]), {}).setdefault(line["set"], {})[arm] = line
     rows = []
-    for model, method in sorted(found, key=lambda of: ([*MODELS].index(of[0]), [*KINDS].index(of[1]))):
+    for model, method in sorted(found, key=lambda of: ([*MODELS].index(of[0]), [*kinds].index(of[1]))):
         ours, theirs = found.get((model, "fcca"), {}), found[model, method]
         if method == "fcca":
             continue
@@ -177,7 +182,7 @@ def size_table(lines: list[Record]) -> str:
             line["set"]: line["input_spread"] for line in lines if line["model"] == model and line.get("input_spread")
         }
         spread = f"{np.mean([*spreads.values()]):,.0f}" if spreads else ""
-        rows.append([f"{MODELS[model]}: {KINDS[method]}", spread, *cells])
+        rows.append([f"{MODELS[model]}: {kinds[method]}", spread, *cells])
     heads = ["data sets", "minus FCCA, proposed rates", "data sets", "minus FCCA, best of three rates"]
     return table(["loss", "largest over median", *heads], rows)
 
