@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import references as ref
-from frozencore.errors import CalibrationError
+from frozencore.constructors import lora_xs_basis, milora_basis
+from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import (
     SVD_METHODS,
     all_finite,
@@ -23,6 +25,7 @@ from frozencore.maths.linalg import (
     seeded_generator,
     thin_qr,
     top_eigenvectors,
+    trailing_svd,
     truncated_svd,
 )
 
@@ -252,3 +255,11 @@ def test_generators_of_different_purposes_draw_differently() -> None:
         for labels in ((), ("a",), ("b",), ("a", 1), ("a1",))
     }
     assert len(draws) == 10
+
+
+@pytest.mark.parametrize("rank", [0, -1])
+@pytest.mark.parametrize("take", [truncated_svd, trailing_svd, lora_xs_basis, milora_basis])
+def test_a_rank_below_one_is_refused(take: Callable[[torch.Tensor, int], object], rank: int) -> None:
+    """A slice of the last 0 columns would be all of them."""
+    with pytest.raises(ConfigError, match=f"A rank is 1 or more, but {rank} was given"):
+        take(torch.eye(5), rank)
