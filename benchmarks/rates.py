@@ -168,6 +168,10 @@ def size_table(lines: list[Record]) -> str:
         arm = "proposed" if (line["method"], line["arm"]) == ("lora", "0.001") else line["arm"]
         if line["rank"] == RANK and line["method"] in kinds and arm in FACTORS:
             found.setdefault((line["model"], line["method"]), {}).setdefault(line["set"], {})[arm] = line
+    spreads: dict[str, dict[str, float]] = {}
+    for line in lines:
+        if line.get("input_spread"):
+            spreads.setdefault(line["model"], {})[line["set"]] = line["input_spread"]
     rows = []
     for model, method in sorted(found, key=lambda of: ([*MODELS].index(of[0]), [*kinds].index(of[1]))):
         ours, theirs = found.get((model, "fcca"), {}), found[model, method]
@@ -178,10 +182,7 @@ def size_table(lines: list[Record]) -> str:
             both = [name for name in theirs if all(set(arms) <= of.get(name, {}).keys() for of in (ours, theirs))]
             losses = np.array([[min(map(loss_of, map(of[name].get, arms))) for of in (ours, theirs)] for name in both])
             cells += [str(len(both)), difference_of(losses[:, 1:] - losses[:, :1], both) if both else ""]
-        spreads = {
-            line["set"]: line["input_spread"] for line in lines if line["model"] == model and line.get("input_spread")
-        }
-        spread = f"{np.mean([*spreads.values()]):,.0f}" if spreads else ""
+        spread = f"{np.mean([*spreads[model].values()]):,.0f}" if model in spreads else ""
         rows.append([f"{MODELS[model]}: {kinds[method]}", spread, *cells])
     heads = ["data sets", "minus FCCA, proposed rates", "data sets", "minus FCCA, best of three rates"]
     return table(["loss", "largest over median", *heads], rows)

@@ -157,7 +157,7 @@ def basis_id(model: nn.Module, adapter_name: str | None = None) -> str:
 
 
 def require_fit(origin: str, bases: Mapping[str, LayerBasis], adapter: LoadedAdapter, way_out: str) -> None:
-    """Refuse bases of other layers, shapes or scales than an adapter's.
+    """Refuse bases that are not finite, and those of other layers, shapes or scales than an adapter's.
 
     Args:
         origin: The basis, as the beginning of a sentence.

@@ -327,10 +327,9 @@ class FrozenCoreModel(BaseTuner):
         """Copy the weight of an output layer that is merged into, so that the input embedding does not change."""
         model: Any = self.model
         head, embedding = (getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("output", "input"))
-        found = next((one for one in merged if one is head), None)
-        if found is None:
+        if not (isinstance(head, FrozenCoreLinear) and head in merged):
             return
-        layer = found.get_base_layer()
+        layer = head.get_base_layer()
         is_tied = layer.weight is getattr(embedding, "weight", None)
         if not is_tied:
             return

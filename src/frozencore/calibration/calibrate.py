@@ -23,7 +23,6 @@ from frozencore.distributed import assign_owners, gathered, num_ranks, own_rank,
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_or_none
-from frozencore.maths.linalg import fitting_rank
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.text import Progress
 
@@ -211,7 +210,6 @@ class _Builder:
 
 def _require_tokens(layer: LayerData, rank: int) -> None:
     """Refuse a basis with more directions than the tokens that it is made of."""
-    rank = fitting_rank(rank, layer.shape)
     if layer.moments is not None and layer.moments.num_tokens < rank:
         raise CalibrationError(
             f"A basis of rank {rank} is made of {rank} tokens or more, but layer {layer.name!r} received "

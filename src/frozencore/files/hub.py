@@ -12,9 +12,14 @@ from frozencore.files.lfs_pointer import lfs_pointer_in
 from frozencore.text import one_line
 
 
+def begins_as_path(place: str) -> bool:
+    """Return whether a name begins as a path does, and no repository's."""
+    return place.startswith((".", "/", "~"))
+
+
 def is_hub_id(place: str) -> bool:
     """Return whether a name has the form of a repository, ``ORGANISATION/NAME``, and not of a path."""
-    return place.count("/") == 1 and not place.startswith((".", "/", "~"))
+    return place.count("/") == 1 and not begins_as_path(place)
 
 
 def hub_client() -> ModuleType:
@@ -57,7 +62,7 @@ def why_unreadable(loading: dict[str, Any], error: Exception) -> str:
 
 def _hub_has(model: str) -> bool:
     """Return whether to use the hub; False means the cache."""
-    if model.count("/") > 1 or model.startswith((".", "/", "~")) or not model:
+    if model.count("/") > 1 or begins_as_path(model) or not model:
         lack = "there is no such folder"
     else:
         answers = hub_client().hub_answers("model", model)

@@ -148,7 +148,9 @@ def score_cores(
     method = find_method("compressed")
     options = MethodConfig(basis=str(shop / BASIS))
     model = add_adapter(method, inputs.model, options)
-    for name in (name for name in scores if name not in with_modules):
+    for name in scores:
+        if name in with_modules:
+            continue
         tenant_rows = rows[name]
         swap_core(model, shop / name / ADAPTER)
         scores[name]["compressed"] = _score(inputs, tenant_rows, model.eval(), f"{name}, compressed", progress)

@@ -31,7 +31,7 @@ from frozencore.adapter.layer import is_linear, layer_shape
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError, ModelError
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.gguf_file import full_name
-from frozencore.files.hub import safe_loading, why_unreadable
+from frozencore.files.hub import begins_as_path, safe_loading, why_unreadable
 from frozencore.text import one_line
 
 _TOKENIZER = "tokenizer_config.json"
@@ -74,7 +74,7 @@ def base_name(origin: Path, base: str | Path | None, named: str | None) -> str:
     way_out = "give base=, its folder, file or hub id (--base)."
     if not named:
         raise ConfigError(f"{origin} names no base model: {way_out}")
-    if named.startswith(("/", "~", ".")) and not Path(named).expanduser().exists():
+    if begins_as_path(named) and not Path(named).expanduser().exists():
         raise ConfigError(f"{origin} names the base model {named:.200}, which is gone: {way_out}")
     return named
 
