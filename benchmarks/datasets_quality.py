@@ -55,9 +55,9 @@ from frozencore import Core, basis_id, calibrate, swap_core
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.maths.compress import compress, core_of
 from frozencore.maths.quantise import levels, quantise
-from frozencore.tune.adapt import calibration_batches, rate_for
+from frozencore.tune.adapt import rate_for
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.token_batches import PaddingCollator
+from frozencore.tune.rows.token_batches import PaddingCollator, calibration_batches
 from frozencore.tune.training.recipe import Recipe
 from frozencore_lab.reports.statistics import holm
 from harness import ROOT, Record, parser_of, study_file, table, with_range

@@ -26,11 +26,11 @@ from torch import nn
 from contestants import ATTENTION
 from frozencore import calibrate, swap_core
 from frozencore.files.fingerprint import fingerprint_model
-from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.calibration_record import CalibrationSummary
 from frozencore.tune.many.slots import held_out_losses
 from frozencore.tune.many.tenant import Tenant, train_many
 from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.token_batches import calibration_batches
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import overhead_tokens_of

@@ -23,9 +23,9 @@ from torch import nn
 
 from contestants import FLOOR, LABELS, UNCALIBRATED, Stepper, adapter_config, completions_only, with_adapter
 from frozencore import calibrate
-from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.config import make_config
 from frozencore.tune.load import Inputs, prepare
+from frozencore.tune.rows.token_batches import calibration_batches
 from frozencore.tune.scoring.choice import predict_choices
 from harness import load_average, medians, memory_of, parser_of, ratios, table, take_turns, with_range, write_found
 

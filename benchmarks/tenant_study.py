@@ -32,7 +32,6 @@ from frozencore.calibration.collect import collect_moments
 from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments
-from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.adapters import add_adapter
 from frozencore.tune.load import load_model
 from frozencore.tune.many.tenant import Tenant as CoreTenant
@@ -42,6 +41,7 @@ from frozencore.tune.provenance import Provenance
 from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.splits import calibration_rows
+from frozencore.tune.rows.token_batches import calibration_batches
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.training.recipe import Recipe

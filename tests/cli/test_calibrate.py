@@ -8,12 +8,14 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+import torch
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from fixtures import printed, shown
-from frozencore import CoreBank
+from frozencore import CoreBank, load_basis
 from frozencore.adapter.report import LayerReport
 from frozencore.cli.inspect import inspection_table, layer_table
 from frozencore.text import natural_sort_key
@@ -70,6 +72,26 @@ def test_tune_on_a_basis_takes_everything_from_it_and_saves_cores_alone(
     assert "16 rows of pocket-sentiment" in (adapter / "README.md").read_text()
     ids = [json.loads(command("inspect", place, "--json")[1])["basis"] for place in (basis, adapter)]
     assert ids[0] == ids[1]
+
+
+def test_fewer_rows_in_a_pass_give_the_same_basis(
+    command: Command, basis: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[int] = []
+    forward = Qwen2ForCausalLM.forward
+
+    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        passes.append(len(kwargs["input_ids"]))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "forward", seen)
+    status, _, err = command(*DAMPED, "--out", tmp_path / "shop", "--calibration-batch", 3)
+    assert status == 0, err
+    assert [rows for rows in passes if rows > 1] == 5 * [3]  # of 16; the learning rate is measured row by row
+    here, there = (load_basis(folder).layers for folder in (basis, tmp_path / "shop" / "basis"))
+    for name, layer in here.items():
+        for X, Y in ((layer.P, there[name].P), (layer.Q, there[name].Q)):
+            torch.testing.assert_close(X @ X.T, Y @ Y.T, rtol=1e-3, atol=1e-4)
 
 
 def test_what_contradicts_the_basis_is_one_line(command: Command, basis: Path, tmp_path: Path) -> None:

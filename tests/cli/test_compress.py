@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -130,6 +131,20 @@ def test_a_core_trained_on_is_saved_if_its_score_is_a_number_and_the_rest_is_sho
     why = re.search("anna, trained on: (Training diverged|No rate is known)", out)
     assert why or rate == 1e30
     assert ("Trained on: " in out) == (tmp_path / "shop/anna/trained-on").exists() == (why is None)
+
+
+def test_ctrl_c_while_cores_are_scored_leaves_what_is_written_and_has_shown_it(
+    command: Command, loras: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frozencore.tune.compressed.score_cores", Mock(side_effect=KeyboardInterrupt))
+    words = ["compress", loras / "anna", "--rank", 4, "--out", tmp_path / "shop", "--model", "pocket"]
+    (rows := tmp_path / "rows").mkdir()
+    (rows / "anna.jsonl").write_bytes((loras / "rows/anna.jsonl").read_bytes())
+    status, out, err = command(*words, "--tenants", rows)
+    assert (status, err.count("\n")) == (130, 1)
+    assert err.endswith("unless --out is there, which is then whole\n")
+    assert "1 adapter on one basis of rank 4" in out
+    adapter_in(tmp_path / "shop/anna")
 
 
 def test_a_core_with_trained_modules_is_scored_with_them(command: Command, loras: Path, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ FILES = {
     "deep.yaml": "data: rows.jsonl\nmodel: pocket\nout: {name: a}", "list.yaml": "- model",
     "again.yaml": "rank: 2\nrank: 3",
     "config.yaml": "config: other.yaml", "lora.yaml": "lora_r: 8",
+    "strayed/adapter_config.json": '{"base_model_name_or_path": "./moved"}',
 }  # fmt: skip
 
 
@@ -126,6 +127,7 @@ BEFORE_TORCH = {
     "chat": "Give --model NAME",
     "chat none": "none has no adapter_config.json",
     "chat --model ./none": "there is no such folder",
+    "chat strayed": "there is no such folder.* The adapter names this model: .* with --model",
     "inspect none": "none has no adapter_config.json",
     f"export run --to merge {X}": "Did you mean 'merged'",
     f"export none {X}": "none has no adapter_config.json",

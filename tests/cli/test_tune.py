@@ -89,6 +89,9 @@ def test_a_dry_run_says_what_would_be_read_and_taken_and_writes_nothing(command:
     assert "6 steps of 6 rows, 3 at a time in 2 epochs; learning rate measured on the rows" in out
     places = "q_proj, k_proj, v_proj, o_proj"
     assert f"fcca: 256 trained values in {places} (3,072 bytes of state held while training), about " in out
+    by_ones = command(*words, "--out", tmp_path / "run", "--dry-run", "--calibration-batch", 1)[1]
+    most, less = (re.findall(r"about .+ of memory", said) for said in (out, by_ones))
+    assert most != less  # three rows train at a time, and eight are calibrated on
     uncounted = command(*words, "--out", tmp_path / "run", "--dry-run", "--method", "dora")
     assert "dora: " in uncounted[1]
     asked = out.partition("as a file for --config\n")[2].partition("\n\n")[0]

@@ -132,7 +132,7 @@ def test_without_the_lab_a_task_says_in_one_line_how_to_get_it(
 OFFERED = {
     "": {verb.name for verb in all_verbs()},
     "tu": {"tune", "tune-many"},
-    "tune --calibration-": {"--calibration-size", "--calibration-data", "--calibration-task"},
+    "tune --calibration-": {"--calibration-size", "--calibration-batch", "--calibration-data", "--calibration-task"},
     "tune --method mil": {"milora"},
     "tune --task pocket-m": {"pocket-math"},
     "tune --dtype b": {"bfloat16"},

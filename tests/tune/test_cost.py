@@ -194,10 +194,12 @@ SMALL = LlamaConfig(
 )  # fmt: skip
 
 
-def estimated(method: str, *, num_rows: int = 4, length: int = 64, dtype: torch.dtype = torch.float32) -> int:
+def estimated(
+    method: str, *, num_rows: int = 4, length: int = 64, dtype: torch.dtype = torch.float32, calibrated: int = 1
+) -> int:
     config = make_config(model="pocket", task="sst2", method=method).method
     model = without_weights(SMALL).to(dtype)
-    return estimate_bytes(config, model, resolve_targets(config, model), num_rows, length)
+    return estimate_bytes(config, model, resolve_targets(config, model), (num_rows, length), (calibrated, length))
 
 
 def test_an_estimate_grows_with_rows_tokens_values_and_bytes_of_a_value() -> None:
@@ -207,6 +209,11 @@ def test_an_estimate_grows_with_rows_tokens_values_and_bytes_of_a_value() -> Non
     assert estimated("fcca", dtype=torch.bfloat16) < usual
     assert estimated("full", num_rows=1, length=8) > 2 * estimated("fcca", num_rows=1, length=8)
     assert estimated("pissa") == estimated("lora")
+
+
+def test_the_pass_that_takes_more_counts_and_without_calibration_there_is_but_one() -> None:
+    assert estimated("fcca", calibrated=8) > estimated("fcca", num_rows=8) > 1.5 * estimated("fcca")
+    assert estimated("lora", calibrated=8) == estimated("lora")
 
 
 MODELS = {
@@ -231,7 +238,8 @@ before = _status("VmRSS")
 record = execute(config, Path(sys.argv[2]), lambda *_: None)
 base = outline_of(config.model)
 targets = resolve_targets(config.method, base.model)
-print(record.peak_memory_bytes - before, estimate_bytes(config.method, base.model, targets, 8, int(sys.argv[3])))
+largest = (8, int(sys.argv[3]))
+print(record.peak_memory_bytes - before, estimate_bytes(config.method, base.model, targets, largest, largest))
 """
 
 

@@ -27,13 +27,13 @@ from frozencore.errors import (
 )
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.options import COMMAND_NAMES
-from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import RunConfig, make_config, run_options
 from frozencore.tune.load import load_model
 from frozencore.tune.methods import METHODS
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import TunedRecord, read_record
+from frozencore.tune.rows.token_batches import calibration_batches
 from frozencore.tune.run import execute
 from frozencore.tune.scoring.score import score_rows
 from frozencore_lab.tasks.registry import find_task

@@ -143,5 +143,5 @@ def test_trials_and_final_runs_share_moments_where_they_calibrate_on_the_same_ro
 
 def test_rows_are_decided_by_all_options_of_rows_but_those_of_place_calibration_and_seed() -> None:
     assert options_of(RowsConfig).keys() - {*results._DECIDE_ROWS} == {
-        "data_root", "calibration_size", "calibration_data", "seed",
+        "data_root", "calibration_size", "calibration_batch", "calibration_data", "seed",
     }  # fmt: skip

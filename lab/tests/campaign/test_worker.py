@@ -15,9 +15,9 @@ from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ArtifactError
 from frozencore.maths.whitening import damped
-from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, RunRecord
+from frozencore.tune.rows.token_batches import calibration_batches
 from frozencore.tune.run import execute
 from frozencore_lab.campaign.job import Job, Place, make_job
 from frozencore_lab.campaign.moments_file import load_moments

@@ -16,9 +16,9 @@ from tqdm.auto import tqdm
 from frozencore.adapter.bases import adapter_for_new_bases, put_layers
 from frozencore.adapter.layer import FrozenCoreLinear, only_adapter
 from frozencore.adapter.learning_rate import proposed_learning_rate
-from frozencore.calibration.batches import BATCH_SIZE, Batch, Collator, batches_from, require_examples_apart
+from frozencore.calibration.batches import Batch, Collator, batches_from, require_examples_apart
 from frozencore.calibration.calibrate import Calibration, Target, calibrate_layers
-from frozencore.calibration.calibration_options import CalibrationOptions
+from frozencore.calibration.calibration_options import BATCH_SIZE, CalibrationOptions
 from frozencore.calibration.collect import has_labels, require_options_fit
 from frozencore.calibration.hooks import LossFn
 from frozencore.constructors import LayerData

@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import Dataset, IterableDataset
 
-from frozencore.calibration.calibration_options import CalibrationOptions
+from frozencore.calibration.calibration_options import BATCH_SIZE, CalibrationOptions
 from frozencore.calibration.preserve import own_random_state
 from frozencore.device import to_device
 from frozencore.errors import CalibrationError, ConfigError, DataError
 
 IGNORED = -100  # the label of a token without loss, as in transformers
-BATCH_SIZE = 8
 
 Batch = Any
 """A dictionary of tensors with one row per example; with a ``loss_fn``, any object with tensors in it."""

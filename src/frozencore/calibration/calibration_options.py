@@ -11,6 +11,9 @@ from frozencore.options import Bounds, check_options
 Tokens = Literal["nonpad", "completion", "nonzero_delta"]
 Weighting = Literal["example_mean", "token_sum"]
 
+BATCH_SIZE = 8
+"""Rows in a batch of the calibration, where the rows do not come as batches."""
+
 
 @dataclass(frozen=True)
 class CalibrationOptions:

@@ -122,8 +122,10 @@ def _sets(config: RunConfig, inputs: Inputs) -> Iterator[Text]:
 def _needed(config: RunConfig, inputs: Inputs) -> Iterator[Text]:
     recipe = recipe_of(config.training, config.method.entry, inputs.rows, inputs.model)
     yield Text(recipe_in_words(recipe.num_steps(len(inputs.rows.train)), recipe.content(), recipe.epochs))
-    targets, longest = resolve_targets(config.method, inputs.model), max(row.num_tokens for row in inputs.rows.train)
-    memory = estimate_bytes(config.method, inputs.model, targets, recipe.batch_size, longest)
+    targets = resolve_targets(config.method, inputs.model)
+    passes = ((recipe.batch_size, inputs.rows.train), (inputs.calibration_batch, inputs.rows.calibration))
+    step, calibration = ((min(most, len(rows)), max(row.num_tokens for row in rows)) for most, rows in passes)
+    memory = estimate_bytes(config.method, inputs.model, targets, step, calibration)
     values = ""
     if (adapted := _adapted(config, inputs)) is not None:
         at_once = num_trainable(adapted)

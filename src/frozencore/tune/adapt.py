@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -42,8 +42,6 @@ from frozencore.tune.methods import Method, MethodConfig, Targets, core_options
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import make_batches
 from frozencore.tune.training.recipe import Recipe
-
-CALIBRATION_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ def adapt(
     with collect_warnings() as messages:
         model = add_adapter(config.entry, inputs.model, replace(config, target_modules=targets), known.bases)
         if known.bases is None and config.moments_needed:
-            batches = own_share(calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id))
+            batches = own_share(inputs.calibration_batches())
             calibration = calibrate(
                 model, batches, options=config.calibration, moments=known.moments, learning_rate=measure_rate,
                 progress=progress,
@@ -240,12 +238,6 @@ def _captures(model: PeftModel, moments: Mapping[str, LayerMoments] | None) -> d
     return {name: captured for name, captured in found.items() if captured is not None}
 
 
-def calibration_batches(rows: Iterable[TokenRow], pad_id: int) -> list[Batch]:
-    """Group the calibration rows into batches of similar length, to save padding."""
-    by_length = sorted(rows, key=lambda row: len(row.input_ids))
-    return list(make_batches(by_length, pad_id=pad_id, batch_size=CALIBRATION_BATCH))
-
-
 def own_share(batches: list[Batch]) -> list[Batch]:
     """The share of the calibration batches of this process; all shares together are the batches of a single process.
 
@@ -254,7 +246,8 @@ def own_share(batches: list[Batch]) -> list[Batch]:
     """
     if len(batches) < num_ranks():
         raise ConfigError(
-            f"Each process calibrates on a batch of {CALIBRATION_BATCH} rows at least, but there are {len(batches)} "
-            f"batches for {num_ranks()} processes. Start fewer, or give a larger --calibration-size."
+            f"Each process calibrates on a batch of rows at least, but there are {len(batches)} batches for "
+            f"{num_ranks()} processes. Start fewer, or give a larger --calibration-size or a smaller "
+            "--calibration-batch."
         )
     return batches[own_rank() :: num_ranks()]

@@ -12,7 +12,7 @@ from frozencore.distributed import broadcast_from_rank0, raise_on_any_rank
 from frozencore.errors import ConfigError
 from frozencore.files.atomic_write import require_writable
 from frozencore.text import Progress
-from frozencore.tune.adapt import calibration_batches, own_share
+from frozencore.tune.adapt import own_share
 from frozencore.tune.adapters import add_adapter, save_adapter
 from frozencore.tune.calibration_record import CalibrationSummary
 from frozencore.tune.config import RunConfig
@@ -54,7 +54,7 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
                 inputs, _ = read_tenants(config, find_tenants(Path(config.rows.learns)), progress)
             else:
                 inputs = prepare(config.model, config.rows, config.scoring, progress)
-            batches = own_share(calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id))
+            batches = own_share(inputs.calibration_batches())
         targets = resolve_targets(config.method, inputs.model)
         model = add_adapter(config.method.entry, inputs.model, replace(config.method, target_modules=targets))
         calibration = calibrate(model, batches, options=config.method.calibration, progress=progress)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from frozencore.calibration.calibration_options import BATCH_SIZE
 from frozencore.errors import ConfigError
 from frozencore.options import Bounds, ConfigPart
 from frozencore.tune.methods import SEED, Method, Seed
@@ -95,6 +96,9 @@ class RowsConfig(ConfigPart):
     calibration_size: Annotated[
         int, Bounds(ge=1), "Training rows that the calibration pass reads; of several tenants, in all."
     ] = 128
+    calibration_batch: Annotated[
+        int, Bounds(ge=1), "Rows in one forward pass of the calibration; fewer take less memory."
+    ] = BATCH_SIZE
     calibration_data: Annotated[
         str | None,
         "Rows to calibrate on, in the forms of --data. Default: the training rows.",

@@ -118,15 +118,19 @@ def outline_of(config: ModelConfig) -> Base:
     return Base(model.to(dtype=dtype), load_tokenizer(config.name))
 
 
-def estimate_bytes(config: MethodConfig, base: nn.Module, targets: Targets, num_rows: int, length: int) -> int:
+Pass = tuple[int, int]
+"""The rows of a pass, and the tokens of each."""
+
+
+def estimate_bytes(config: MethodConfig, base: nn.Module, targets: Targets, step: Pass, calibration: Pass) -> int:
     """Estimate the peak memory of a run in bytes, above that of Python and its libraries.
 
-    A training step of the longest rows runs on tensors without data, in which the bytes that are alive at once are
-    counted. A frozen core has the graph of a LoRA of its rank, as has a method that only starts a LoRA elsewhere.
+    A pass of the longest rows runs on tensors without data, in which the bytes that are alive at once are counted. A
+    frozen core has the graph of a LoRA of its rank, as has a method that only starts a LoRA elsewhere.
 
     Args:
         base: The base model on the meta device; the caller's model is not changed.
-        num_rows, length: Rows of a pass, and tokens of the longest row.
+        step, calibration: The largest pass of the training, and of the calibration if the method reads data.
     """
     method = config.entry
     of_graph = METHODS["lora"] if {*method.trains} <= {"core", "factors"} else method
@@ -141,16 +145,22 @@ def estimate_bytes(config: MethodConfig, base: nn.Module, targets: Targets, num_
         weights = {
             t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())
         }
-        ids = torch.zeros((num_rows, length), dtype=torch.long)
-        with LiveBytes(weights) as live:
-            model.eval()(input_ids=ids, labels=ids).loss.backward()  # trained without dropout
-    moments = sum(
-        m * n * ("cross" in needs) + n * n * ("input_outer" in needs) + m * m * ("error_outer" in needs)
-        for m, n in shapes
-        for needs in [config.moments_needed]
-    )
-    beside = max(ADAM_STATES * trained, moments) * torch.float32.itemsize
-    return sum(weights.values()) + beside + round(live.peak)
+        model.eval()  # trained without dropout
+        peaks = [ADAM_STATES * trained * torch.float32.itemsize + _peak_of(model, step, weights)]
+        if needs := config.moments_needed:
+            moments = sum(
+                m * n * ("cross" in needs) + n * n * ("input_outer" in needs) + m * m * ("error_outer" in needs)
+                for m, n in shapes
+            )
+            peaks.append(moments * torch.float32.itemsize + _peak_of(model, calibration, weights))
+    return sum(weights.values()) + max(peaks)
+
+
+def _peak_of(model: nn.Module, rows: Pass, weights: Iterable[int]) -> int:
+    ids = torch.zeros(rows, dtype=torch.long)
+    with LiveBytes(weights) as live:
+        model(input_ids=ids, labels=ids).loss.backward()
+    return round(live.peak)
 
 
 class LiveBytes(TorchDispatchMode):

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from transformers.utils import logging as of_transformers
 
 from frozencore.adapter.named_layers import is_end_of, linear_names
+from frozencore.calibration.batches import Batch
 from frozencore.device import computes_fast, memory_of, resolve_device
 from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_file import full_name
@@ -36,6 +37,7 @@ from frozencore.tune.rows.prompts import (
     context_limit,
     unknown_share,
 )
+from frozencore.tune.rows.token_batches import calibration_batches
 from frozencore.tune.run_rows import RowCache, RunRows, prepare_rows
 
 SHARE_OF_MEMORY = 0.5  # of the machine's, for the weights in float32
@@ -232,11 +234,20 @@ class Base:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A loaded model with the rows of one run."""
+    """A loaded model with the rows of one run.
+
+    Attributes:
+        calibration_batch: Rows in a batch of the calibration.
+    """
 
     model: PreTrainedModel
     encoder: PromptEncoder
     rows: RunRows
+    calibration_batch: int
+
+    def calibration_batches(self) -> list[Batch]:
+        """The calibration rows in batches of similar length."""
+        return calibration_batches(self.rows.calibration, self.encoder.pad_id, self.calibration_batch)
 
 
 def load(config: ModelConfig) -> Base:
@@ -277,7 +288,7 @@ def prepare(
         else None,
     )
     progress("load", 1, 1, "; ".join([read.in_words, *filter(None, notes)]))
-    return Inputs(base.model, encoder, read)
+    return Inputs(base.model, encoder, read, rows.calibration_batch)
 
 
 def make_encoder(

@@ -23,7 +23,7 @@ from forked import start
 from frozencore import FrozenCoreConfig, basis_id, calibrate, load_basis
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.errors import ArtifactError, ConfigError, DataError, TrainingError
-from frozencore.tune.adapt import Precomputed, calibration_batches
+from frozencore.tune.adapt import Precomputed
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import make_config
 from frozencore.tune.locate import find_tenants
@@ -32,6 +32,7 @@ from frozencore.tune.many.run import TenantOutcome, execute_many
 from frozencore.tune.many.tenant_rows import read_tenants, tenants_of
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, read_record
+from frozencore.tune.rows.token_batches import calibration_batches
 from frozencore.tune.run import execute
 from small_runs import (
     DIVERGES,

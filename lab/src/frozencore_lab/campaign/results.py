@@ -21,7 +21,7 @@ from frozencore_lab.campaign.spec import Campaign, Study
 from frozencore_lab.campaign.store import Store
 
 # no row that trains or scores depends on these options of the rows
-_NOT_ROWS = ("data_root", "calibration_size", "calibration_data", "seed")
+_NOT_ROWS = ("data_root", "calibration_size", "calibration_batch", "calibration_data", "seed")
 _DECIDE_ROWS = (*(name for name in options_of(RowsConfig) if name not in _NOT_ROWS), "model", "evaluate_on")
 
 

@@ -19,7 +19,7 @@ from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.options import fingerprint_options
 from frozencore.text import Progress
-from frozencore.tune.adapt import Precomputed, calibration_batches
+from frozencore.tune.adapt import Precomputed
 from frozencore.tune.adapters import add_adapter, targeted_layers
 from frozencore.tune.config import RunConfig
 from frozencore.tune.load import Inputs, resolve_targets
@@ -31,7 +31,7 @@ from frozencore_lab.campaign.store import Store
 
 _DECIDE_MOMENTS = (
     "model", "dtype", "targets", "layers", "seed", "data", "num_train", "num_evaluation", "paper_steps",
-    "max_length", "too_long", "prompt_style", "calibration_size", "calibration",
+    "max_length", "too_long", "prompt_style", "calibration_size", "calibration_batch", "calibration",
 )  # fmt: skip
 """Options that decide the moments, beside what the hash of the calibration rows holds."""
 _DECIDE_WEIGHT_BASES = ("dtype", "method", "rank", "targets", "layers", "core")
@@ -105,7 +105,7 @@ class SharedWork:
         """The moments of a run's calibration rows: from the file, or collected for all runs that need them."""
         needs = self.needs.get(moments_key(config), frozenset()) | config.method.moments_needed
         file = self.store.shared / "moments" / moments_file(config, inputs.rows)
-        batches = calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id)
+        batches = inputs.calibration_batches()
         fingerprint = MomentsFingerprint.of(inputs.model, batches, config.method.calibration)
         with self.store.locked(f"moments-{file.stem}"):
             if file.exists():

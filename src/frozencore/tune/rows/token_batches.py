@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from frozencore.calibration.batches import IGNORED
+from frozencore.calibration.batches import IGNORED, Batch
+from frozencore.calibration.calibration_options import BATCH_SIZE
 from frozencore.device import run_unless_oom
 from frozencore.errors import ModelError
 from frozencore.text import Progress
@@ -48,6 +49,12 @@ def make_batches(rows: Sequence[TokenRow], *, pad_id: int, batch_size: int) -> l
     """Consecutive rows as batches, in order; the last one may be smaller."""
     collate = PaddingCollator(pad_id)
     return [collate(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]
+
+
+def calibration_batches(rows: Iterable[TokenRow], pad_id: int, batch_size: int = BATCH_SIZE) -> list[Batch]:
+    """Group the calibration rows into batches of similar length, to save padding."""
+    by_length = sorted(rows, key=lambda row: len(row.input_ids))
+    return list(make_batches(by_length, pad_id=pad_id, batch_size=batch_size))
 
 
 def pad(sequences: Sequence[Sequence[int]], pad_id: int, *, side: Literal["left", "right"]) -> tuple[Tensor, Tensor]:
