@@ -48,10 +48,12 @@ def on_basis(model: str, basis: str) -> tuple[PeftModel, Any]:
 def rows_of(file: Path, tokenizer: Any) -> list[Row]:
     """A client's rows as tokens; the loss is on the completion."""
     rows = []
-    for one in map(json.loads, file.open(encoding="utf-8")):
+    for one in map(json.loads, filter(str.strip, file.open(encoding="utf-8"))):
         prompt = tokenizer(one["prompt"])["input_ids"]
         completion = [*tokenizer(one["completion"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         rows.append({"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion})
+    if not rows:
+        raise FrozenCoreError(f"A client trains on a row at least, but {file} has none. Take it out.")
     return rows
 
 
@@ -128,6 +130,8 @@ def server_app(
 
 def main() -> None:
     options = parse()
+    for file in options.data.glob("*.jsonl"):  # a wrong file is found before the first round
+        rows_of(file, AutoTokenizer.from_pretrained(options.model))
     shared = {"model": options.model, "basis": str(options.basis)}
     run_simulation(
         server_app(

@@ -177,6 +177,7 @@ def _cores(name: str, tensors: Mapping[str, Tensor], entry: Mapping[str, Any]) -
 
     The values are those of :mod:`frozencore.adapter.core`: r² for each layer, in the order of the names.
     """
+    tensors = {key.removeprefix("base_model.model."): tensor for key, tensor in tensors.items()}  # transformers' prefix
     key = next((key for key in tensors if key.startswith(CORE_KEY) and "." not in key), None)
     if key is None:
         raise ValueError(f"The adapter of {name!r} is no frozen core. Export a LoRA, and serve it on its base model.")
@@ -186,12 +187,18 @@ def _cores(name: str, tensors: Mapping[str, Tensor], entry: Mapping[str, Any]) -
         raise ValueError(f"{name!r} trains more than its core, as {more!r}. Merge it into a model of its own.")
     ranks, scales = dict(sorted(entry["ranks"].items())), entry["scales"]
     values, sizes = tensors[key], [r * r for r in ranks.values()]
+    size = sum(sizes)
     bits = next((bits for bits in BITS if f"{key}.{bits}-bit" in tensors), None)
     if bits is not None:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        codes = ((values.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten()[: sum(sizes)]
-        steps = tensors[f"{key}.{bits}-bit"].float().repeat_interleave(torch.tensor(sizes))
+        scales_here, num_bytes = tensors[f"{key}.{bits}-bit"], -(-size * bits // 8)
+        if values.shape != (num_bytes,) or scales_here.shape != (len(sizes),):
+            raise ValueError(f"The core of {name!r} is damaged: its codes or scales are too few or too many.")
+        codes = ((values.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten()[:size]
+        steps = scales_here.float().repeat_interleave(torch.tensor(sizes))
         values = (codes.float() + (0.5 - 2 ** (bits - 1))) * steps
+    if not values.is_floating_point() or values.shape != (size,) or not bool(values.isfinite().all()):
+        raise ValueError(f"A core on this basis is {size} finite values, but that of {name!r} is not. Save it again.")
     parts = zip(ranks.items(), values.split(sizes), strict=True)
     return {layer: (scales[layer] * R.double()).float().view(r, r) for (layer, r), R in parts}
 

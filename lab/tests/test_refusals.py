@@ -52,6 +52,22 @@ SPECIFICATIONS = [
         "A method has one grid of its search, but 2 are for fcca",
     ),
     (
+        STUDY + "    search: {grids: [{rank: [4, 8]}, {for: [fcca], warmup: [0.1, 0.2]}]}\n",
+        "A grid without 'for' is for all methods that are left: it comes last",
+    ),
+    (STUDY + "    search: {grids: [{rank: [4, 4]}]}\n", "A grid names a value of rank twice"),
+    *(
+        (STUDY + f"    search: {{grids: [{{{grid}}}]}}\n", f"A grid tries {grid.partition(':')[0]}, which an axis")
+        for grid in ("task: [sst2, cola]", "method: [lora, dora]", "evaluate_on: [validation, evaluation]")
+    ),
+    (
+        WITH_VARIANT + "    variants: {small: {method: fcca, rank: 1}}\n    search: {grids: [{rank: [8, 16]}]}\n",
+        "A grid tries rank, which an axis, a variant or the search decides",
+    ),
+    (STUDY + "    fixed: {task: sst2}\n", "fixed gives task, which is an axis"),
+    (STUDY + "    report: {rows: [method], columns: [method]}\n", "method comes twice in its rows and columns"),
+    (STUDY + "    report: {reference: fcac}\n", "no column to compare with 'fcac'. Did you mean 'fcca'"),
+    (
         WHITEN + "    report: {columns: [whiten], reference: none, differences: [boht]}\n",
         "no column to show the difference of 'boht'. Did you mean 'both'",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from frozencore import CONSTRUCTORS, CoreBank, get_core, merge_adapters, save_basis, swap_core
+from frozencore.adapter.core import Core
+from frozencore.adapter.export.link import core_fragment
 from frozencore.adapter.folders import read_adapter
-from frozencore.errors import ArtifactError
+from frozencore.errors import ArtifactError, ConfigError
 from frozencore.maths.quantise import BITS, quantise
 from tiny import BATCHES, adapted, cores_of, logits, tiny_qwen2
 
@@ -83,6 +86,53 @@ def test_banks_swaps_sums_and_further_saves_take_it(tmp_path: Path) -> None:
     merge_adapters([whole, small], tmp_path / "mean")
     halves = (read_adapter(whole).core.values + read_adapter(small).core.values) / 2
     torch.testing.assert_close(read_adapter(tmp_path / "mean").core.values, halves)
+
+
+def without_scales(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[next(key for key in tensors if key.endswith("-bit"))]
+
+
+def without_ranks(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[next(key for key in tensors if key.endswith(".ranks"))]
+
+
+def with_fewer_codes(tensors: dict[str, torch.Tensor]) -> None:
+    key = min(tensors, key=len)
+    tensors[key] = tensors[key][:-1].clone()
+
+
+def of_other_bits(tensors: dict[str, torch.Tensor]) -> None:
+    key = next(key for key in tensors if key.endswith(".4-bit"))
+    tensors[key.replace(".4-bit", ".2-bit")] = tensors.pop(key)
+
+
+@pytest.mark.parametrize("damage", [without_scales, without_ranks, with_fewer_codes, of_other_bits])
+def test_codes_without_what_gives_their_values_are_refused(
+    damage: Callable[[dict[str, torch.Tensor]], None], tmp_path: Path
+) -> None:
+    folder = few(saved(tmp_path, on_a_basis=True), 4)
+    tensors = load_file(folder / WEIGHTS)
+    damage(tensors)
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(ArtifactError) as refused:
+        read_adapter(folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_values_beyond_every_scale_are_refused_and_those_below_are_zero() -> None:
+    for bits in BITS:
+        with pytest.raises(ConfigError, match="with 32 bits"):
+            Core("0" * 32, torch.tensor([1e8, 1.0, 0.0, 0.0])).in_bits(bits, {"layer": 2})
+        assert not Core("0" * 32, torch.full((4,), 1e-9)).in_bits(bits, {"layer": 2}).values.any()
+
+
+def test_a_core_travels_in_a_link_as_its_folder_has_it(tmp_path: Path) -> None:
+    """Rounded twice, one core of a hundred would be another."""
+    folder = few(saved(tmp_path, on_a_basis=True), 4)
+    content = base64.urlsafe_b64decode(core_fragment(folder).removeprefix("#core=") + "==")
+    packed = read_adapter(folder).core.packed
+    assert packed is not None
+    assert content[19:-4] == b"".join(X.numpy().tobytes() for X in (packed.ranks, packed.scales, packed.codes))
 
 
 def test_codes_that_were_averaged_are_refused(tmp_path: Path) -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors.torch import load_file
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from frozencore import load_basis, merge_adapters, save_basis
+from frozencore import FrozenCoreConfig, load_basis, merge_adapters, save_basis
 from frozencore.adapter.basis import Basis
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.report import LayerReport, inspect_adapter
+from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.maths.basis import known_basis
 from frozencore.maths.quantise import default_bits
-from tiny import adapted, cores_of, logits, on_one_basis
+from tiny import adapted, cores_of, logits, on_one_basis, tiny_qwen2
 
 WEIGHTS_FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 NAMES, WEIGHTS = ["a", "b", "d"], [0.5, 0.75, -0.25]
@@ -103,6 +105,54 @@ def test_a_folder_has_the_factors_of_the_model_beside_a_basis_too(tmp_path: Path
                 assert torch.equal(mine, X)
                 assert torch.equal(mine, tensors[key + side])
             assert torch.equal(cores[layer.name], R)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rank_pattern", [3]), ("alpha_pattern", "text"), ("base_record", []), ("base_model_name_or_path", 7),
+     ("calibration_tokens", "x"), ("modules_to_save", 7)],
+)  # fmt: skip
+def test_a_configuration_of_other_types_is_refused_in_one_line(name: str, value: object, tmp_path: Path) -> None:
+    with_three(tmp_path, named=False)
+    file = tmp_path / "out" / "a" / CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    with pytest.raises(FrozenCoreError, match=f"{name}|is damaged"):
+        read_adapter(file.parent)
+
+
+def test_a_file_with_one_factor_of_a_layer_or_one_of_another_form_is_damaged(tmp_path: Path) -> None:
+    with_three(tmp_path, named=False)
+    file = tmp_path / "out" / "a" / WEIGHTS_FILE
+    whole = load_file(file)
+    P = next(key for key in whole if key.endswith("frozencore_P"))
+    for tensors, why in (({**whole, P: whole[P][:, 0].clone()}, "is damaged"), ({**whole}, "has one of them")):
+        if why == "has one of them":
+            del tensors[P]
+        save_file(tensors, file)
+        with pytest.raises(ArtifactError, match=why):
+            read_adapter(file.parent)
+
+
+def test_no_adapters_and_cores_of_other_sizes_have_no_sum(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one core at least"):
+        merge_adapters([], tmp_path / "sum")
+    with_three(tmp_path)
+    file = tmp_path / "out" / "b" / WEIGHTS_FILE
+    save_file({key: X[:-1].clone() for key, X in load_file(file).items()}, file)
+    with pytest.raises(ArtifactError, match="A core on this basis has"):
+        merge_adapters([tmp_path / "out" / "a", file.parent], tmp_path / "sum")
+
+
+def test_a_basis_named_by_a_relative_path_is_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_basis(adapted("random"), "shop/basis")
+    model = get_peft_model(tiny_qwen2(), FrozenCoreConfig(basis="shop/basis", task_type="CAUSAL_LM"))
+    model.save_pretrained("some/where/else/anna")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert read_adapter(tmp_path / "some/where/else/anna").find_basis().id == load_basis(tmp_path / "shop/basis").id
 
 
 def test_a_report_has_the_sizes_and_the_length_of_the_core() -> None:

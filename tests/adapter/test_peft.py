@@ -249,15 +249,19 @@ def test_transformers_own_integration_calibrates_and_saves_and_its_loading_names
 
 
 @pytest.mark.parametrize(
-    ("options", "tied"),
+    ("options", "tied", "stays"),
     [
-        ({"modules_to_save": ["lm_head"]}, False),
-        ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
-        ({"trainable_token_indices": [1, 2]}, True),
+        ({"modules_to_save": ["lm_head"]}, False, False),
+        ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True, True),
+        ({"trainable_token_indices": [1, 2]}, True, True),
+        ({"trainable_token_indices": {"lm_head": [1, 2]}}, True, False),
+        ({"trainable_token_indices": {"embed_tokens": [5], "lm_head": [7]}}, True, False),
     ],
-    ids=["a module", "tied embeddings", "tokens"],
+    ids=["a module", "tied embeddings", "tokens", "tokens of the head", "other tokens of each"],
 )
-def test_what_trains_beside_the_cores_is_saved_and_merged_with_them(options: dict, tied: bool, tmp_path: Path) -> None:
+def test_what_trains_beside_the_cores_is_saved_and_merged_with_them(
+    options: dict, tied: bool, stays: bool, tmp_path: Path
+) -> None:
     def base() -> nn.Module:
         return tiny_qwen2(tie_word_embeddings=tied)
 
@@ -271,7 +275,7 @@ def test_what_trains_beside_the_cores_is_saved_and_merged_with_them(options: dic
     assert torch.equal(logits(PeftModel.from_pretrained(base(), str(tmp_path)).eval()), expected)
     plain = model.merge_and_unload()
     torch.testing.assert_close(logits(plain), expected, rtol=1e-4, atol=1e-4)
-    assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == tied
+    assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == plain.config.tie_word_embeddings == stays
 
 
 def test_trained_tokens_of_a_tied_head_do_not_count_as_its_base_weight(tmp_path: Path) -> None:

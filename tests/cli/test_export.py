@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import frozencore_basis_model
 from fixtures import CHAT_TEMPLATE
-from frozencore import save_basis
+from frozencore import FrozenCoreConfig, save_basis
 from frozencore.adapter.export.serving import vllm_max_rank
 from frozencore.tune.pocket import pocket_model_path
 from tiny import adapted, logits, tiny_gpt2, tiny_qwen2
@@ -43,6 +43,69 @@ def test_export_to_lora_says_what_was_written_and_how_vllm_is_started(
     status, out, err = command("export", adapter, "--base", base, "--to", "merged", "--out", tmp_path / "merged")
     assert (status, "Merged model" in out, err) == (0, True, "")
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").vocab_size > 100
+
+
+@pytest.mark.parametrize("form", ["lora", "merged", "basis-model"])
+def test_what_an_export_reads_is_never_replaced(
+    form: str, command: Command, saved: tuple[Path, Path, PeftModel], tmp_path: Path
+) -> None:
+    _, base, model = saved
+    save_basis(model, tmp_path / "shop/basis")
+    model.save_pretrained(tmp_path / "far/away/tenants/anna")
+    read = (base, tmp_path / "shop/basis")
+    before = {file: file.read_bytes() for place in read for file in place.iterdir()}
+    for out in read:
+        words = [
+            "export",
+            tmp_path / "far/away/tenants/anna",
+            "--base",
+            base,
+            "--to",
+            form,
+            "--out",
+            out,
+            "--overwrite",
+        ]
+        status, _, err = command(*words)
+        assert (status, err.count("\n")) == (2, 1)
+        assert "write the result to another folder" in err
+    assert {file: file.read_bytes() for place in read for file in place.iterdir()} == before
+
+
+def test_a_link_to_a_folder_is_written_through(
+    command: Command, saved: tuple[Path, Path, PeftModel], tmp_path: Path
+) -> None:
+    adapter, base, _ = saved
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    assert command("export", adapter, "--base", base, "--out", tmp_path / "link")[0] == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "disk/adapter_config.json").is_file()
+
+
+def test_a_lora_whose_base_is_not_here_says_that_it_was_not_compared(command: Command, tmp_path: Path) -> None:
+    model = adapted("random", trained=True)  # all of q, k, v: nothing is asked of the base
+    model.peft_config["default"].base_model_name_or_path = "nobody/has-this"
+    model.save_pretrained(tmp_path / "adapter")
+    status, out, err = command("export", tmp_path / "adapter", "--out", tmp_path / "lora")
+    assert (status, err) == (0, "")
+    assert "Not compared with its base model" in out
+
+
+def test_a_base_of_another_class_is_named(
+    command: Command, saved: tuple[Path, Path, PeftModel], tmp_path: Path
+) -> None:
+    adapter, base, _ = saved
+    body = get_peft_model(tiny_qwen2().model, FrozenCoreConfig(r=2, constructor="random", target_modules=["q_proj"]))
+    body.save_pretrained(tmp_path / "of-the-body")
+    status, _, err = command("export", tmp_path / "of-the-body", "--base", base, "--out", tmp_path / "lora")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "trained on a model without a head" in err
+    words = ["--base", base, "--to", "basis-model", "--out", tmp_path / "shop"]
+    assert command("export", adapter, *words)[0] == 0
+    status, _, err = command("export", adapter, "--base", tmp_path / "shop", "--to", "merged", "--out", tmp_path / "m")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "names the class TransformersForCausalLM" in err
 
 
 def test_a_runs_folder_stands_for_the_adapter_in_it(

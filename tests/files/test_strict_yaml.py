@@ -17,9 +17,10 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_numbers_are_numbers(tmp_path: Path) -> None:
-    values = "[1e-3, 1E5, -2.5e3, .5e1, 5e-3, 3, 1.5, e5, 1e, word]"
+    values = "[1e-3, 1E5, -2.5e3, .5e1, 5e-3, 3, -3, 0, 1.5, 3., .inf, e5, 1e, word, 010, 1:30, 1_0, 0x1F]"
     assert read_yaml(written(tmp_path, f"a: {values}"))["a"] == [
-        1e-3, 1e5, -2500.0, 5.0, 5e-3, 3, 1.5, "e5", "1e", "word",
+        1e-3, 1e5, -2500.0, 5.0, 5e-3, 3, -3, 0, 1.5, 3.0, float("inf"), "e5", "1e", "word", "010", "1:30", "1_0",
+        "0x1F",
     ]  # fmt: skip
 
 

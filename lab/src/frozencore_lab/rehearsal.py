@@ -115,12 +115,14 @@ def rehearse(
         ArtifactError: The folder holds something else.
     """
     started = time.monotonic()
-    _begin(folder, campaign)
     studies = {
         name: study.model_copy(update={"axes": {**study.axes, "seed": study.axes["seed"][:SEEDS]}})
         for name, study in campaign.studies.items()
     }
-    small, store = campaign.model_copy(update={"studies": studies}), Store(folder)
+    small = campaign.model_copy(update={"studies": studies})
+    plan(small, lambda _: None)  # shows errors before an earlier rehearsal is removed
+    _begin(folder, campaign)
+    store = Store(folder)
     worker = Worker(store, RehearsalPlace(data_root, "cpu"))
     size = min(MOST_WORKERS, os.cpu_count() or 1) if num_workers is None else num_workers
     with closing(LocalPool(size, worker, devices=("cpu",)) if size else OwnProcess(worker)) as pool:
@@ -146,7 +148,9 @@ def _begin(folder: Path, campaign: Campaign) -> None:
     """Make an empty folder with a mark, so that a later rehearsal may remove it."""
     require_writable(folder)
     if (folder / MARK).is_file():
-        shutil.rmtree(folder)
+        with Store(folder).locked("driver", wait=False):  # no other process is in it
+            for part in folder.iterdir():
+                shutil.rmtree(part) if part.is_dir() and not part.is_symlink() else part.unlink()
     elif folder.is_dir() and any(folder.iterdir()):
         raise ArtifactError(f"{folder} holds something that is no rehearsal. Choose another --out.")
     write_json(folder / MARK, {"campaign": campaign.name})

@@ -81,6 +81,23 @@ def test_running_are_the_runs_that_somebody_makes_now_not_those_that_were_killed
     assert store.running_now() == []
 
 
+@pytest.mark.parametrize("line", ['{"run_id": "', '{"format": 99, "run_id": "1234567890abcdef"}'])
+def test_a_line_that_cannot_be_read_stays_unless_its_run_is_there(line: str, tmp_path: Path) -> None:
+    """The record of a run that another machine made: rebuilding the file would lose it."""
+    store = Store(tmp_path)
+    finish(store)
+    store.write_index()
+    file = tmp_path / "records.jsonl"
+    file.write_text(f"{line}\n{file.read_text()}")
+    before = file.read_bytes()
+    with pytest.raises(ArtifactError, match="line 1 is damaged or of a newer frozencore"):
+        Store(tmp_path).write_index()
+    assert file.read_bytes() == before
+    file.write_text(f'{{"run_id": "{RUN}", "cut"')
+    Store(tmp_path).write_index()
+    assert json.loads(file.read_text())["run_id"] == RUN
+
+
 LAB = Path(__file__).parents[2]
 RESULTS = sorted(folder.name for folder in (LAB / "results").iterdir())
 

@@ -194,6 +194,13 @@ def test_ranks_share_ties_and_turn_where_lower_is_better():
     assert mean_ranks(columns, lower_is_better=True) == {"a": 2.75, "b": 2.25, "c": 1.0}
 
 
+def test_means_that_are_equal_in_print_share_a_rank_and_have_no_p() -> None:
+    by_task = {"a": [0.1 + 0.2, 0.5], "b": [0.3, 0.5]}
+    assert mean_ranks(by_task) == {"a": 1.5, "b": 1.5}
+    runs, others = ([Scored(100 * x) for x in values] for values in ((0.57, 0.58, 0.60), (0.56, 0.57, 0.59)))
+    assert paired_difference(runs, others).p is None
+
+
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf])
 def test_a_cell_without_a_number_is_named_and_never_averaged(bad):
     with pytest.raises(DataError, match="fcca on svamp"):

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fixtures import PAPER_TABLES
-from frozencore_lab.reports.comparison import compare, read_task_means
+from frozencore_lab.reports.comparison import compare, differences_sheet, read_task_means
 from frozencore_lab.reports.pivot import ACCURACY, COSINES, LOSS, averages, means_csv, measures_of, pivots, runs_csv
 from frozencore_lab.reports.report import study_section
 from frozencore_lab.reports.sheet import (
@@ -24,7 +24,7 @@ from frozencore_lab.reports.sheet import (
     rich_table,
     transposed,
 )
-from frozencore_lab.reports.tables import counted_values, pivot_sheet
+from frozencore_lab.reports.tables import counted_values, pivot_sheet, tradeoff_sheet
 from small_runs import SCORE, record_content, stability_content
 
 BUDGET = """
@@ -174,6 +174,28 @@ def test_module_lists_are_shown_short_and_tasks_in_columns_are_compared_down(stu
     assert texts(sheet.rows[0]) == ["8", "q/v", "25.0", "50.0", "37.5"]
     assert [[cell.best for cell in line[2:]] for line in sheet.rows] == [[False] * 3] * 2 + [[True] * 3] * 2
     assert sheet.rows[1][1].text == "default"
+
+
+def test_tasks_as_columns_are_compared_as_tasks_as_rows_are(study):
+    found = []
+    for sides in ("rows: [task], columns: [method]", "rows: [method], columns: [task]"):
+        yaml = f"""
+  both-ways:
+    title: Both ways
+    axes: {{model: [small], task: [svamp, gsm8k], method: [fcca, lora], seed: [42, 43]}}
+    report: {{{sides}, reference: fcca}}
+"""
+        (pivot,) = pivots(
+            study(
+                yaml,
+                lambda axes: record_content(axes, accuracy=0.5 + 0.1 * (axes["method"] == "fcca") + axes["seed"] / 1e3),
+            ),
+            ACCURACY,
+        )
+        tradeoff = tradeoff_sheet(pivot, "tradeoff")
+        found.append((compare(pivot), differences_sheet(pivot, "d"), [texts(line) for line in tradeoff.rows]))
+    assert found[0] == found[1]
+    assert found[0][0][0] is not None
 
 
 def test_plain_text_tasks_have_no_accuracy_table_but_a_loss(study):

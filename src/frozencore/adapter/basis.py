@@ -189,14 +189,18 @@ def find_basis(origin: str, basis_id: str, place: str | None, revision: str | No
     Raises:
         ArtifactError: It is not there, or has another id.
     """
-    basis = load_basis(_known_place(origin, basis_id, place), revision)
+    known = _known_place(origin, basis_id, place)
+    with _naming(origin, basis_id):
+        basis = load_basis(known, revision)
     require_same_id(origin, basis_id, f"{place} is", basis.id)
     return basis
 
 
 def find_ranks(origin: str, basis_id: str, place: str | None, revision: str | None = None) -> dict[str, int]:
     """Read r of each layer of the basis of a core; P and Q are not read. The arguments are as in :func:`find_basis`."""
-    folder = _folder(_known_place(origin, basis_id, place), revision)
+    known = _known_place(origin, basis_id, place)
+    with _naming(origin, basis_id):
+        folder = _folder(known, revision)
     require_same_id(origin, basis_id, f"{place} is", read_header(folder).id)
     with _reading(folder), safe_open(folder / FACTORS_FILE, framework="pt") as file:
         shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - not a mapping
@@ -212,6 +216,15 @@ def _known_place(origin: str, basis_id: str, place: str | None) -> str:
             "it beside the adapter as 'basis', or pass basis=FOLDER."
         )
     return place
+
+
+@contextmanager
+def _naming(origin: str, basis_id: str) -> Iterator[None]:
+    """Name the core in the error of a basis that cannot be read."""
+    try:
+        yield
+    except ArtifactError as error:
+        raise ArtifactError(f"{origin} has a core on the basis {basis_id}, which cannot be read: {error}") from error
 
 
 def require_same_id(origin: str, basis_id: str, other: str, other_id: str | None) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import NoneType
 from typing import Any, Self
 
 from peft import PeftConfig
@@ -32,7 +33,7 @@ from frozencore.constructors import (
 )
 from frozencore.constructors.constructor import AUTO_ALPHA, ScaleOptions
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, PICKLE_FILE, WEIGHTS_FILE, missing
+from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, PICKLE_FILE, WEIGHTS_FILE, is_folder, missing
 from frozencore.files.atomic_write import allow_as_umask
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import MomentName
@@ -53,6 +54,12 @@ INSTEAD_OF_LORA: Mapping[str, str] = {
     "loftq_config": "bases are computed of the weights as they are: quantise the model when it is loaded",
 }
 """What to do instead of each option of ``LoraConfig``."""
+KINDS: Mapping[str, tuple[type, ...]] = {
+    "rank_pattern": (dict,), "alpha_pattern": (dict,), "constructor_options": (dict,), "base_record": (dict, NoneType),
+    "base_model_name_or_path": (str, NoneType), "calibration_tokens": (int, NoneType),
+    "modules_to_save": (list, str, tuple, set, NoneType),
+}  # fmt: skip
+"""The types of options that no other check reads."""
 USUAL_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("method", "init", "initialization"), "constructor"),
     **dict.fromkeys(("rank", "lora_r", "r_core"), "r"),
@@ -158,6 +165,13 @@ class FrozenCoreConfig(
         self.peft_type = FrozenCoreType.FROZENCORE
         require_names(self)
         refuse_foreign_names(self.constructor_options, constructor_options())
+        for name in ("rank_pattern", "alpha_pattern", "constructor_options"):
+            if getattr(self, name) is None:
+                setattr(self, name, {})
+        for name, kinds in KINDS.items():
+            if not isinstance(value := getattr(self, name), kinds):
+                known = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+                raise ConfigError(f"{name} is of the type {known}, but {value!r:.80} was given.")
         if isinstance(self.modules_to_save, str):
             self.modules_to_save = [self.modules_to_save]  # PEFT would take each letter for a name
         for name in ("target_modules", "exclude_modules"):
@@ -184,7 +198,7 @@ class FrozenCoreConfig(
                     f"Leave {name} out."
                 )
             setattr(self, name, value)
-        self.basis, self.basis_id = str(place), header.id
+        self.basis, self.basis_id = _found_from_anywhere(place), header.id
 
     def require_core_alone(self, origin: str, reason: str) -> None:
         """Refuse an adapter that trains anything besides cores.
@@ -297,7 +311,7 @@ class FrozenCoreConfig(
         config = super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
         if isinstance(config, FrozenCoreConfig) and config.basis is not None and config.basis_id is not None:
             beside = basis_beside(config.basis_id, folder) if (folder / CONFIG_FILE).exists() else None
-            config.basis = str(kwargs.get("basis") or beside or config.basis)
+            config.basis = _found_from_anywhere(kwargs.get("basis") or beside or config.basis)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -324,6 +338,11 @@ class FrozenCoreConfig(
             os.replace(Path(aside) / CONFIG_FILE, folder / CONFIG_FILE)
         if (folder / CARD_FILE).exists():
             write_model_card(save_directory)
+
+
+def _found_from_anywhere(basis: str | Path) -> str:
+    """The absolute path of a folder; a hub id stays."""
+    return str(Path(basis).absolute() if is_folder(basis) else basis)
 
 
 def _require_no_pickle(folder: Path) -> None:

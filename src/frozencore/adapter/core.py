@@ -24,7 +24,7 @@ from torch import Tensor
 
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.maths.linalg import all_finite, weighted_sum
-from frozencore.maths.quantise import BITS, levels, pack, quantise, unpack
+from frozencore.maths.quantise import BITS, largest_level, levels, pack, quantise, unpack
 
 BASE = "base_model.model."
 """PEFT's prefix of names in an adapter's file."""
@@ -46,6 +46,14 @@ class PackedValues:
     codes: Tensor
     scales: Tensor
     ranks: Tensor
+
+    def __post_init__(self) -> None:
+        num_codes = int(self.ranks.long().square().sum())
+        if self.codes.shape != (-(-num_codes * self.bits // 8),) or self.scales.shape != self.ranks.shape:
+            raise ArtifactError(
+                f"{num_codes} codes of {self.bits} bits and a scale for each of {len(self.ranks)} layers make a core, "
+                f"but {len(self.codes)} bytes and {len(self.scales)} scales were given. Save or download it again."
+            )
 
     @property
     def values(self) -> Tensor:
@@ -70,6 +78,11 @@ class Core:
     packed: PackedValues | None = None
 
     def __post_init__(self) -> None:
+        if self.values.ndim != 1 or not self.values.is_floating_point():
+            raise ArtifactError(
+                f"A core is a vector of floats, but {tuple(self.values.shape)} of {self.values.dtype} were given. "
+                "Save or download it again."
+            )
         wide = self.values.to(torch.promote_types(self.values.dtype, torch.float32))
         if not wide.is_meta and not all_finite(wide):
             raise ArtifactError(
@@ -97,12 +110,14 @@ class Core:
                 bits = next((bits for bits in BITS if f"{key}.{bits}-bit" in tensors), None)
                 if bits is None:
                     return cls(basis_id, tensor.detach())
-                packed = PackedValues(bits, tensor, tensors[f"{key}.{bits}-bit"], tensors[f"{key}.ranks"])
+                if f"{key}.ranks" not in tensors:
+                    raise ArtifactError(f"{origin} is damaged: its core of {bits} bits has no ranks. Save it again.")
                 if tensor.dtype != torch.uint8:
                     raise ArtifactError(
                         f"{origin} has the codes of {bits} bits as {tensor.dtype}: codes cannot be cast or averaged. "
                         "Load the adapters and take peft.get_peft_model_state_dict, or sum them by `frozencore merge`."
                     )
+                packed = PackedValues(bits, tensor, tensors[f"{key}.{bits}-bit"], tensors[f"{key}.ranks"])
                 return cls(basis_id, packed.values, packed)
         raise ArtifactError(f"{origin} has no frozen core. Give a folder that save_pretrained wrote.")
 
@@ -139,6 +154,11 @@ class Core:
             return self
         if bits == 32:
             return Core(self.basis_id, self.values)
+        if (largest := float(self.values.abs().max())) > (most := largest_level(bits)):
+            raise ConfigError(
+                f"A core of {bits} bits has values of {most:.0e} at most, but {largest:.0e} is one of these. Save it "
+                "with 32 bits, or train again at a lower learning rate."
+            )
         layers, codes, scales = self.by_layer(ranks), dict[str, Tensor](), dict[str, Tensor]()
         for rank in set(ranks.values()):
             alike = [name for name, r in ranks.items() if r == rank]
@@ -186,14 +206,17 @@ def sum_cores(cores: Sequence[Core], names: Sequence[str], weights: Sequence[flo
         names: The name of each core, for the error.
 
     Raises:
-        ConfigError: The number of weights is wrong.
+        ConfigError: There is no core, or the number of weights is wrong.
         ArtifactError: A core is on another basis than the first, or the sum is not finite.
     """
+    if not cores:
+        raise ConfigError("A sum has one core at least, but none was given.")
     for name, core in zip(names, cores, strict=True):
         if core.basis_id != cores[0].basis_id:
             raise ArtifactError(
                 f"Cores are summed on one basis, but {names[0]} is on {cores[0].basis_id} and {name} on "
                 f"{core.basis_id}. Sum adapters that were trained on the same basis."
             )
+        core.require_size(len(cores[0].values))
     shares = [1 / len(cores)] * len(cores) if weights is None else weights
     return Core(cores[0].basis_id, weighted_sum([core.values for core in cores], shares))

@@ -78,7 +78,7 @@ class SavedAdapter:
         tensors = {**core.tensors, **self.modules}
         if self.basis is not None:
             tensors |= basis_tensors(self.basis)
-        with atomic_folder(out, overwrite=overwrite, reads=self.folder) as aside:
+        with atomic_folder(out, overwrite=overwrite, reads=[self.folder, self.config.basis]) as aside:
             save_file({key: X.contiguous() for key, X in tensors.items()}, aside / WEIGHTS_FILE, {"format": "pt"})
             shutil.copyfile(self.folder / CONFIG_FILE, aside / CONFIG_FILE)
             if (self.folder / CARD_FILE).is_file():
@@ -135,12 +135,16 @@ def read_adapter(folder: str | Path) -> SavedAdapter:
             f"{folder} has a {one_line(kind, 40)} adapter, not a frozen core. Read it with PEFT, or let `frozencore "
             "compress` make a core of it."
         )
-    config, tensors = FrozenCoreConfig.from_pretrained(folder), read_tensors(folder)
-    assert isinstance(config, FrozenCoreConfig)
-    core, beside = Core.read(str(folder), tensors), None
-    if layers := layers_in(tensors, config.scale_of):
-        beside = config.make_basis(layers, base=config.base_record)
-        require_same_id(str(folder), core.basis_id, "P, Q, scales and base record beside it make", beside.id)
+    tensors = read_tensors(folder)
+    try:
+        config = FrozenCoreConfig.from_pretrained(folder)
+        assert isinstance(config, FrozenCoreConfig)
+        core, beside = Core.read(str(folder), tensors), None
+        if layers := layers_in(tensors, config.scale_of):
+            beside = config.make_basis(layers, base=config.base_record)
+            require_same_id(str(folder), core.basis_id, "P, Q, scales and base record beside it make", beside.id)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:  # values of other types than a file has
+        raise damaged(folder, error) from error
     return SavedAdapter(folder, config, core, beside, module_tensors(tensors))
 
 

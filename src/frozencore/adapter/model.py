@@ -14,7 +14,12 @@ from peft import NoMatchingPeftModuleError
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils import AuxiliaryTrainingWrapper, get_quantization_kwargs, resolve_quantization_backend
+from peft.utils import (
+    AuxiliaryTrainingWrapper,
+    TrainableTokensWrapper,
+    get_quantization_kwargs,
+    resolve_quantization_backend,
+)
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -39,6 +44,12 @@ from frozencore.constructors import LayerData, build_basis
 from frozencore.distributed import check_same_call, require_same_bases
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.files.fingerprint import base_names
+
+
+def _base_layer(module: Any) -> Any:
+    """The layer that PEFT has adapted, or whose tokens it trains."""
+    inner = getattr(module, "token_adapter", module)
+    return inner.get_base_layer() if isinstance(inner, BaseTunerLayer) else inner
 
 
 class FrozenCoreModel(BaseTuner):
@@ -324,13 +335,17 @@ class FrozenCoreModel(BaseTuner):
         self._untie_head(merged)
 
     def _untie_head(self, merged: Sequence[FrozenCoreLinear]) -> None:
-        """Copy the weight of an output layer that is merged into, so that the input embedding does not change."""
+        """Copy the weight of an output layer that is merged into, so that the input embedding does not change.
+
+        A core is merged into it, or tokens that are trained there alone.
+        """
         model: Any = self.model
         head, embedding = (getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("output", "input"))
-        if not (isinstance(head, FrozenCoreLinear) and head in merged):
+        has_own_tokens = isinstance(head, TrainableTokensWrapper) and head.token_adapter.tied_adapter is None
+        if not (has_own_tokens or (isinstance(head, FrozenCoreLinear) and head in merged)):
             return
-        layer = head.get_base_layer()
-        is_tied = layer.weight is getattr(embedding, "weight", None)
+        layer = _base_layer(head)
+        is_tied = layer.weight is getattr(_base_layer(embedding), "weight", None)
         if not is_tied:
             return
         layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)

@@ -31,6 +31,7 @@ from frozencore.adapter.layer import (
 )
 from frozencore.adapter.loaded_adapter import LoadedAdapter
 from frozencore.distributed import unsharded
+from frozencore.errors import ArtifactError
 from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.text import one_line
 
@@ -60,6 +61,10 @@ def layers_in(tensors: Mapping[str, Tensor], scale_of: Callable[[str], float]) -
     for key, tensor in tensors.items():
         if part := _FACTOR.fullmatch(key.removeprefix(BASE)):
             found.setdefault(part["layer"], {})[part["side"]] = tensor
+    if alone := next((name for name, factors in found.items() if len(factors) < 2), None):
+        raise ArtifactError(
+            f"A basis is P and Q of each layer, but {alone!r} has one of them. Save or download it again."
+        )
     return {name: known_basis(factors["P"], factors["Q"], scale_of(name)) for name, factors in found.items()}
 
 

@@ -21,6 +21,9 @@ FORMS = "lora", "merged", "basis-model", "tenant", "core", "onnx", "onnx-adapter
 FILES = "onnx-adapter", "qr"
 BITS_OF = {"core": (None, 32, *BITS), "link": (None, *BITS), "qr": (None, *BITS), "onnx": (None, 8, 4)}
 
+UNREAD = {"base": ("core", "link", "qr"), "dtype": ("core", "link", "qr"), "overwrite": ("link",)}
+"""Flags that are for other forms."""
+
 
 def export(
     adapter: Annotated[
@@ -75,6 +78,9 @@ def export(
     for option, is_given, form in (("rank", rank is not None, "lora"), ("with-code", with_code, "basis-model")):
         if is_given and to != form:
             raise ConfigError(f"--{option} is for --to {form}, but --to {to} was given: leave one of them out.")
+    for option, is_given in (("base", base is not None), ("dtype", dtype != "auto"), ("overwrite", overwrite)):
+        if is_given and to in UNREAD.get(option, ()):
+            raise ConfigError(f"--to {to} reads no --{option}: leave it out.")
     if bits not in BITS_OF.get(to, (None,)):
         known = ", ".join(str(each) for each in BITS_OF.get(to, ()) if each is not None)
         raise ConfigError(
@@ -92,7 +98,7 @@ def export(
     if output is not None and to in FILES:
         _check_file(output, overwrite)
     elif output is not None:
-        check_output(output, overwrite=overwrite, reads=folder)
+        check_output(output, overwrite=overwrite, reads=[folder, base])
     from frozencore.cli.export_forms import export_as
 
     lines = export_as(to, folder, output, base, dtype, rank=rank, with_code=with_code, bits=bits, overwrite=overwrite)
@@ -123,7 +129,7 @@ def merge(
     except ValueError as error:
         raise ConfigError(f"--weights are numbers separated by commas, but {weights!r} was given.") from error
     folders = [adapter_in(folder_of(adapter)) for adapter in adapters]
-    check_output(output, overwrite=None, reads=folders[0])
+    check_output(output, overwrite=None, reads=folders)
     from frozencore.adapter.folders import merge_adapters
 
     bits = bits or default_bits(read_config(folders[0]).get("r", BasisOptions.r))

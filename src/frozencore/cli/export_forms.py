@@ -63,6 +63,8 @@ def lora(adapter: Path, output: Path, base: str | None, dtype: str, rank: int | 
     yield f"LoRA: {done.directory}, rank {done.rank}, {len(done.layers)} layers{zero}"
     if done.error is not None:
         yield f"Of the adapter's update, {done.error:.2%} (Frobenius norm) does not fit into that rank."
+    if not done.compared:
+        yield "Not compared with its base model, which cannot be read here: give it with --base, or try the LoRA on it."
     if done.fan_in_fan_out:
         yield "PEFT alone loads a LoRA of Conv1D layers right, llama.cpp transposes it: for an engine, --to merged."
     else:
@@ -137,7 +139,7 @@ def onnx(adapter: Path, output: Path, base: str | None, dtype: str, bits: int | 
 
 
 def onnx_adapter(adapter: Path, output: Path, base: str | None, dtype: str) -> Iterator[str]:
-    size = export_onnx_adapter(adapter, output, model=base, dtype=_factor_dtype(dtype))
+    size = export_onnx_adapter(adapter, output, model=base, dtype=None if dtype == "auto" else _factor_dtype(dtype))
     compared = f"its basis is that of {base}" if base else "the runtime compares its basis"
     yield f"ONNX adapter: {output}, {size:,} bytes ({compared})"
 

@@ -56,18 +56,22 @@ def remove_left(folder: Path, name: str = "*") -> None:
 
 
 @contextmanager
-def atomic_folder(out: Path, *, overwrite: bool | None, reads: Path | None = None) -> Iterator[Path]:
+def atomic_folder(out: Path, *, overwrite: bool | None, reads: Iterable[str | Path | None] = ()) -> Iterator[Path]:
     """Yield a new folder beside ``out`` that is renamed to ``out`` if the block ends without an error.
 
     Args:
+        out: The folder; of a link to one, the folder that it leads to.
         overwrite: Replace an existing model, adapter or basis folder; other folders are never replaced. None if the
             user has no such option.
-        reads: A folder that the block reads and that must not be replaced.
+        reads: Folders that the block reads and that must not be replaced; a hub id, or None, is none.
 
     Raises:
         ArtifactError: ``out`` exists, has other files, is the folder that is read, or cannot be written.
     """
+    reads = tuple(reads)
     check_output(out, overwrite=overwrite, reads=reads)
+    if out.is_symlink() and out.is_dir():
+        out = out.resolve()
     aside = _temporary(out)
     with _explained(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -121,11 +125,12 @@ def _put_in_place(new: Path, out: Path) -> None:
     old.unlink() if old.is_symlink() else shutil.rmtree(old)
 
 
-def check_output(out: Path, *, overwrite: bool | None, reads: Path | None = None) -> None:
+def check_output(out: Path, *, overwrite: bool | None, reads: Iterable[str | Path | None] = ()) -> None:
     """Check that a folder can be written; for the arguments and errors see :func:`atomic_folder`."""
     require_writable(out.parent)
-    if reads is not None and reads.resolve().is_relative_to(out.resolve()):
-        raise ArtifactError(f"{out} is the folder of the adapter that is read: write the result to another folder.")
+    for place in reads:
+        if place is not None and Path(place).exists() and Path(place).resolve().is_relative_to(out.resolve()):
+            raise ArtifactError(f"{out} is read here, or {place} in it is: write the result to another folder.")
     if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return
     is_replaceable = any((out / mark).is_file() for mark in _MARKS)

@@ -17,7 +17,10 @@ from frozencore.text import one_line
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that reads ``1e-3`` as a number, as YAML 1.2 does; YAML 1.1 needs a point and a sign."""
+    """A loader that reads numbers as YAML 1.2 does: ``1e-3`` is one, and ``010``, ``1:30`` and ``1_0`` are words.
+
+    In YAML 1.1 the first needs a point and a sign, and the others are 8, 90 and 10.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -30,9 +33,18 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+_NUMBERS = {
+    "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0|[1-9]\d*)$"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"[-+]?(?:\d+\.\d*|\.\d+|(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
+    ),
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in rules if tag not in _NUMBERS]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _form in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, _form, list("-+.0123456789"))
 
 
 def read_yaml(path: Path) -> Any:
@@ -79,8 +91,9 @@ def read_typed(path: Path, kind: type[Typed], *, holds: str, see: str = "") -> T
             given = "" if missing else f", but {first['input']!r} was given"
             reason = f"{'.'.join(map(str, (*loc, *missing)))}: {first['msg'].lower()}{given}. {see}"
         else:
-            reason = f"{'.'.join(map(str, loc))}: {reason}"
-        raise ConfigError(f"{path}, line {line_of(path, loc)}: {reason}") from error
+            reason = f"{'.'.join(map(str, loc))}: {reason}" if loc else reason
+        where = f", line {line_of(path, loc)}" if loc else ""
+        raise ConfigError(f"{path}{where}: {reason}") from error
 
 
 def _keys_on_the_way(content: Any, loc: tuple[int | str, ...]) -> list[int | str]:

@@ -51,6 +51,10 @@ class LayerBasis:
     initial_core: Float[torch.Tensor, "r r"] | None = None
     scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        if not self.P.ndim == self.Q.ndim == 2 or self.P.shape[1] != self.Q.shape[1]:
+            raise ValueError(f"P is m x r and Q n x r, but {tuple(self.P.shape)} and {tuple(self.Q.shape)} were given")
+
     @property
     def rank(self) -> int:
         return self.P.shape[1]

@@ -3,8 +3,8 @@
     x ≈ s·(q + 1/2 - 2^(b-1)),    q in 0 ... 2^b - 1
 
 s minimises ``Σ (x - x̂)²``: for 2 bits exactly, for more bits among clips of the largest value, each followed by least
-squares for its codes. s is a float16, and the codes are those of the rounded s. A vector of zeros has s = 0 and stays
-zero.
+squares for its codes. s is a float16, and the codes are those of the rounded s. A vector that no such s is nearer to
+than zeros has s = 0.
 """
 
 from __future__ import annotations
@@ -41,14 +41,18 @@ def quantise(
     """
     x = x.double()
     largest = x.abs().amax(-1)
-    scale, error = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
+    scale, error = torch.zeros_like(largest), x.square().sum(-1)
     for candidate in [_exact_two_bit_scale(x)] if bits == 2 else _clipped_scales(x, bits, largest):
         rounded = _rounded(candidate)
         candidate_error = _error(x, rounded, bits)
         scale, error = torch.where(candidate_error < error, rounded, scale), torch.minimum(candidate_error, error)
-    is_zero = ~(largest > 0)
-    codes = _codes(x, scale, bits).masked_fill(is_zero.unsqueeze(-1), 0)
-    return codes, scale.masked_fill(is_zero, 0).half().cpu()
+    codes = _codes(x, scale, bits).masked_fill(scale.eq(0).unsqueeze(-1), 0)
+    return codes, scale.half().cpu()
+
+
+def largest_level(bits: int) -> float:
+    """The largest value that any scale reaches."""
+    return torch.finfo(torch.float16).max * (2 ** (bits - 1) - 0.5)
 
 
 def levels(codes: UInt8[torch.Tensor, "*n"], scale: torch.Tensor, bits: int) -> Float[torch.Tensor, "*n"]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fake_vllm import MODULES, REGISTRY, Registry, ServingModels, frozencore_vllm
 from frozencore import export_basis_model, export_tenant, save_basis
@@ -108,6 +108,14 @@ def damage(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-10])
 
 
+def with_nan(folder: Path) -> None:
+    save_file({key: torch.full_like(X, torch.nan) for key, X in load_file(folder / WEIGHTS).items()}, folder / WEIGHTS)
+
+
+def as_codes(folder: Path) -> None:
+    save_file({key: X.to(torch.uint8) for key, X in load_file(folder / WEIGHTS).items()}, folder / WEIGHTS)
+
+
 def change_basis(folder: Path) -> None:
     shutil.rmtree(folder)
     adapted("random", trained=True, seed=9).save_pretrained(str(folder))
@@ -117,6 +125,8 @@ def change_basis(folder: Path) -> None:
     ("change", "rule"),
     [
         (damage, "The adapter of 'eve' is damaged"),
+        (with_nan, "finite values, but that of 'eve' is not"),
+        (as_codes, "finite values, but that of 'eve' is not"),
         (change_basis, "'eve' has a core on the basis .*, but this model has .*A core works on one basis only"),
     ],
 )

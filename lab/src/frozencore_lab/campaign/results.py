@@ -125,7 +125,7 @@ def require_comparable(planned: Sequence[Planned], store: Store, *, with_missing
             which = fingerprint_options(rows)
             traits |= {
                 (f"the {name} rows", which): made_on
-                for name in ("train", "evaluation", "validation")
+                for name in ("train", "evaluation", "validation", "choices", "others")
                 if (made_on := getattr(end.hashes, name)) is not None
             }
             traits[f"the weights of {model!r}", end.config.dtype] = end.hashes.model

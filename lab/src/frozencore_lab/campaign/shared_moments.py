@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from frozencore.adapter.bases import get_basis
 from frozencore.adapter.basis import load_basis
-from frozencore.calibration.calibration_options import options_of_sums
+from frozencore.calibration.calibration_options import BATCH_SIZE, options_of_sums
 from frozencore.calibration.collect import collect_moments
 from frozencore.files.atomic_write import remove_left
 from frozencore.files.fingerprint import fingerprint_model
@@ -31,7 +31,7 @@ from frozencore_lab.campaign.store import Store
 
 _DECIDE_MOMENTS = (
     "model", "dtype", "targets", "layers", "seed", "data", "num_train", "num_evaluation", "paper_steps",
-    "max_length", "too_long", "prompt_style", "calibration_size", "calibration_batch", "calibration",
+    "max_length", "too_long", "prompt_style", "calibration_size", "calibration",
 )  # fmt: skip
 """Options that decide the moments, beside what the hash of the calibration rows holds."""
 _DECIDE_WEIGHT_BASES = ("dtype", "method", "rank", "targets", "layers", "core")
@@ -45,6 +45,8 @@ def moments_key(config: RunConfig) -> str:
     content = config.content()
     values = {name: content[name] for name in _DECIDE_MOMENTS}
     values["calibration"] = options_of_sums(values["calibration"])
+    if config.rows.calibration_batch != BATCH_SIZE:
+        values["calibration_batch"] = config.rows.calibration_batch
     if config.rows.calibration_data is not None:  # of its rows only those are left out that are scored
         values |= {"data": config.rows.calibration_data, "num_train": None, "num_evaluation": None}
     return fingerprint_options(values)[:16]

@@ -60,6 +60,8 @@ Value = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | None
 Values = Annotated[tuple[Value, ...], Field(min_length=1)]
 
 METHODS_OF_GRID = "for"
+DECIDED = ("model", "task", "method", "seed", "evaluate_on")
+"""Options that a search does not try: with another value a run is another arm's, or scored on other rows."""
 
 
 def _campaign_options() -> dict[str, Option]:
@@ -196,10 +198,16 @@ class Study(_Strict):
         for name, values in self.axes.items():
             if len(set(values)) < len(values):
                 raise ConfigError(f"The axis {name} names a value twice: {list(values)}.")
-        for name in (*self.report.rows, *self.report.columns):
+        shown = (*self.report.rows, *self.report.columns)
+        for name in shown:
             if name not in self.axes:
                 raise ConfigError(unknown_name("axis of this study", name, tuple(self.axes)))
-        self._require_differences()
+            if shown.count(name) > 1:
+                raise ConfigError(f"An axis is one side of a table, but {name} comes twice in its rows and columns.")
+        for name in self.fixed:
+            if name in self.axes:
+                raise ConfigError(f"fixed gives {name}, which is an axis of the study. Leave one out.")
+        self._require_reference()
         self._require_variants()
         self._require_grids()
         if self.kind.has_reference != (self.reference_size is not None):
@@ -230,7 +238,7 @@ class Study(_Strict):
                     raise ConfigError(f"The variant {name} gives {axis}, which is an axis of the study. Leave one out.")
 
     def _require_grids(self) -> None:
-        """Refuse a grid for an unknown method, and two for one: they would not be tried."""
+        """Refuse a grid of an unknown method, two for one, and options that make its runs those of another arm."""
         methods = tuple(dict.fromkeys((*map(str, self.axes.get("method", ())), *METHODS)))
         grids = self.search.grids if self.search else ()
         named = [str(name) for grid in grids for name in grid.get(METHODS_OF_GRID, ())]
@@ -239,9 +247,28 @@ class Study(_Strict):
                 raise ConfigError(unknown_name("method", name, methods))
             if named.count(name) > 1:
                 raise ConfigError(f"A method has one grid of its search, but {named.count(name)} are for {name}.")
+        for_all = [METHODS_OF_GRID not in grid for grid in grids]
+        if any(for_all[:-1]):
+            raise ConfigError(f"A grid without {METHODS_OF_GRID!r} is for all methods that are left: it comes last.")
+        for grid in grids:
+            here = grid.get(METHODS_OF_GRID, methods)
+            of_variants = {option for name, own in self.variants.items() if name in here for option in own}
+            for option, values in grid.items():
+                if option in {*self.axes, *of_variants, *DECIDED}:
+                    raise ConfigError(
+                        f"A grid tries {option}, which an axis, a variant or the search decides. Leave one of them out."
+                    )
+                if len(set(values)) < len(values):
+                    raise ConfigError(f"A grid names a value of {option} twice: {list(values)}.")
 
-    def _require_differences(self) -> None:
-        columns = [column_key(key) for key in product(*(self.axes[axis] for axis in self.report.columns))]
+    def _require_reference(self) -> None:
+        rows, columns = (
+            [column_key(key) for key in product(*(self.axes[axis] for axis in side))]
+            for side in (self.report.rows, self.report.columns)
+        )
+        compared = rows if "task" in self.report.columns else columns
+        if self.report.reference not in (None, MATCHED, *compared):
+            raise ConfigError(unknown_name("column to compare with", str(self.report.reference), compared))
         for name in self.report.differences:
             if name not in columns:
                 raise ConfigError(unknown_name("column to show the difference of", name, columns))
@@ -275,9 +302,10 @@ class Campaign(_Strict):
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Campaign:
-        for model in (model for study in self.studies.values() for model in study.axes["model"]):
-            if model not in self.models:
-                raise ConfigError(unknown_name("model", str(model), tuple(self.models)))
+        for name, study in self.studies.items():
+            for model in study.axes["model"]:
+                if model not in self.models:
+                    raise ConfigError(f"Study {name!r}: {unknown_name('model', str(model), tuple(self.models))}")
         return self
 
 

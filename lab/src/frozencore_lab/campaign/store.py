@@ -35,6 +35,7 @@ LOG = "log.txt"
 SPECIFICATION = "campaign.json"
 T = TypeVar("T")
 _ID = re.compile(r"[0-9a-f]{16}")
+_ID_IN_LINE = re.compile(rf'"run_id": ?"({_ID.pattern})"')
 
 
 class Store:
@@ -182,9 +183,10 @@ class Store:
                 if record.run_id is not None and _ID.fullmatch(record.run_id):
                     records[record.run_id] = record
                     continue
-            if not self.runs.is_dir():  # otherwise it is rebuilt from the runs
+            if not any((self.runs / run_id / RECORD).is_file() for run_id in _ID_IN_LINE.findall(line)):
                 raise ArtifactError(
-                    f"{file}, line {number} is damaged, and there are no runs/ to rebuild it from. Restore the file."
+                    f"{file}, line {number} is damaged or of a newer frozencore, and its run is not in runs/. Restore "
+                    "the file, update frozencore, or remove the line: a run that is not in runs/ is made again."
                 )
         return records
 

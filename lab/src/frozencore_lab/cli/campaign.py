@@ -155,19 +155,26 @@ def report(
     reference: Annotated[
         str | None, typer.Option(help="With --table: the method that the others are compared with.")
     ] = None,
+    lower_is_better: Annotated[
+        bool, typer.Option("--lower-is-better", help="With --table: the values are losses, as in NAME-loss.csv.")
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="With --table: write the analysis there too.")
     ] = None,
 ) -> None:
     """Write a campaign's tables, figures and HTML page from its records, or analyse a table of task means."""
     if folder is not None and table is None:
+        if reference is not None or json_file is not None or lower_is_better:
+            raise ConfigError("--reference, --json and --lower-is-better go with --table. Leave them out.")
         _write_report(folder, output)
     elif table is not None and folder is None:
+        if output is not None:
+            raise ConfigError("--table prints its analysis, and --json FILE writes it too. Leave --out out.")
         if reference is None:
             raise ConfigError("--table needs --reference NAME: the method that the others are compared with.")
         from frozencore_lab.reports.comparison import analyse, comparison_view, read_task_means
 
-        comparison = analyse(read_task_means(table), reference)
+        comparison = analyse(read_task_means(table), reference, lower_is_better=lower_is_better)
         if json_file is not None:
             write_json(json_file, asdict(comparison))
         console.print(comparison_view(comparison))

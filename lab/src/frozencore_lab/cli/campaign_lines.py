@@ -16,8 +16,10 @@ from rich.text import Text
 
 from frozencore.cli.display import table_of
 from frozencore.cli.stages import LABELS
+from frozencore.device import resolve_device
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.text import Progress, num_of, time_in_words
+from frozencore.tune.locate import require_data_root
 from frozencore.tune.record import Failure, RunRecord
 from frozencore_lab.campaign.driver import drive
 from frozencore_lab.campaign.job import Job, Place
@@ -116,6 +118,10 @@ def run_campaign(
     """
     store = Store(output or default_folder(campaign))
     place = _place(campaign, data_root, device, models)
+    if ray_address is None:
+        require_data_root(data_root)
+        for one in device.split(","):
+            resolve_device(one)
     search_rows(_left(plan(campaign, store.outcome), store), place)  # shows errors before the folder is made
     store.require_own(campaign)
     pool = _pool(Worker(store, place, keep_adapters=campaign.keep_adapters), num_workers, ray_address)
@@ -180,7 +186,8 @@ def ready_ids(spec: Path, output: Path | None, *, data_root: Path | None) -> lis
     campaign, store = _opened(spec, output)
     runs = sorted(plan(campaign, store.outcome), key=lambda run: run.phase == "final")
     search_rows(_left(runs, store), Place(data_root))
-    store.open(campaign)
+    with store.locked("driver", wait=False):  # a process that makes runs has its own specification
+        store.open(campaign)
     return list(dict.fromkeys(run.job.id for run in _left(runs, store) if run.job))
 
 

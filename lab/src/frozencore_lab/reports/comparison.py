@@ -18,7 +18,7 @@ from rich.console import Group
 from frozencore.errors import DataError
 from frozencore.text import unknown_name
 from frozencore.tune.methods import method_name
-from frozencore_lab.campaign.spec import column_key
+from frozencore_lab.campaign.spec import MATCHED, column_key
 from frozencore_lab.reports.pivot import Pivot, row_labels
 from frozencore_lab.reports.sheet import (
     FAMILIES,
@@ -186,10 +186,11 @@ def read_task_means(path: Path) -> TaskTable:
 def compare(pivot: Pivot) -> tuple[Comparison | None, str]:
     """Compare a table's reference column with the other complete columns; also return a remark on what is left out.
 
-    None if the study has no reference, or the rows are not tasks, each once, because tasks are the unit of replication.
+    None if the study has no reference that is one column, or its rows (or columns) are not tasks, each once, because
+    tasks are the unit of replication.
     """
-    reference = pivot.report.reference
-    if reference is None or "task" not in pivot.row_axes or len(pivot.rows) < 2 or not pivot.measure.ranked:
+    pivot, reference = pivot.upright, pivot.report.reference
+    if reference in (None, MATCHED) or "task" not in pivot.row_axes or len(pivot.rows) < 2 or not pivot.measure.ranked:
         return None, ""
     if len({row[pivot.row_axes.index("task")] for row in pivot.rows}) < len(pivot.rows):
         return None, "No comparison: a task has several rows, which are no independent ones."
@@ -269,7 +270,7 @@ def differences_sheet(pivot: Pivot, name: str) -> Sheet | None:
 
     Holm's adjustment is over the columns of one row.
     """
-    lines, over = [], set[str]()
+    lines, over, pivot = [], set[str](), pivot.upright
     if pivot.reference is None or not pivot.measure.ranked:
         return None
     decimals = pivot.measure.decimals + 1

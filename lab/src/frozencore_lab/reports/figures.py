@@ -179,6 +179,7 @@ def _title(measure: Measure) -> str:
 def _ranking(pivot: Pivot) -> Figure:
     """Draw columns by their mean over the rows, best first, with the standard deviation of the seeds' means."""
     figure, axis = _one_panel(pivot)
+    pivot = pivot.upright
     averages, colours = column_averages(pivot), column_colours(pivot)
     found = {column: average.value for column, average in averages.items() if average.value is not None}
     order = sorted(found, key=lambda column: found[column], reverse=pivot.measure.lower_is_better)
@@ -198,6 +199,7 @@ def _ranking(pivot: Pivot) -> Figure:
 def _gains(pivot: Pivot) -> Figure:
     """Draw bars by row: each column minus the reference, or minus the first column without a reference."""
     figure, axis = _one_panel(pivot)
+    pivot = pivot.upright
     base = pivot.reference or pivot.columns[0]
     others = [column for column in pivot.columns if column != base]
     width = 0.8 / max(1, len(others))
@@ -262,6 +264,7 @@ def _trained_values(axis: Axes) -> None:
 def _state(pivot: Pivot) -> Figure:
     """Draw each column's mean over the rows against its number of trained values."""
     figure, axis = _one_panel(pivot)
+    pivot = pivot.upright
     trained, means, colours = counted_values(pivot), column_averages(pivot), column_colours(pivot)
     for i, column in enumerate(colours):
         if (mean := means[column].value) is not None and column in trained:

@@ -73,10 +73,10 @@ def data_sheet(campaign: Campaign) -> Sheet:
             | {heading: _several(by_heading.get(heading, set())) for heading in SIZES}
         )
     note = (
-        "Rows to train on and to evaluate on, at most: drawn by a hash of the row's id, the same for all methods and "
-        "seeds. A search is scored on rows that are not trained on: unused ones of the training split, else the "
-        f"validation split, else {VALIDATION_SHARE:.0%} of the training rows. A task without numbers is calibrated on, "
-        "or its texts show what is forgotten."
+        "Rows to train on and to evaluate on, at most: drawn by a hash of the row's id, the same for all methods and, "
+        "without rows_by_seed, for all seeds. A search is scored on rows that are not trained on: unused ones of the "
+        f"training split, else the validation split, else {VALIDATION_SHARE:.0%} of the training rows. A task without "
+        "numbers is calibrated on, or its texts show what is forgotten."
     )
     return Sheet.of("data-sets", "Data sets, fixed subsets and training length", note, lines, num_labels=6)
 

@@ -63,6 +63,10 @@ def _difference(x: float, y: float) -> float:
     return round(x - y, DIGITS - 1 - math.floor(math.log10(larger))) if larger > 0 else 0.0
 
 
+def _rounded(x: float) -> float:
+    return _difference(x, 0.0)
+
+
 def wins_ties_losses(differences: Sequence[float]) -> tuple[int, int, int]:
     """The numbers of differences above, at and below 0."""
     return sum(d > 0 for d in differences), sum(d == 0 for d in differences), sum(d < 0 for d in differences)
@@ -158,7 +162,7 @@ def paired_difference(runs: Sequence[Scored], others: Sequence[Scored], *, draws
     two seeds' differences under the drawn rows. Student's t has Satterthwaite's degrees of freedom of the two parts.
     If a run has no rows, or rows other than its partner's, the interval is over seeds alone.
     """
-    apart = np.array([run.value - other.value for run, other in zip(runs, others, strict=True)])
+    apart = np.array(differences([run.value for run in runs], [other.value for other in others]))
     num_seeds, drawn = len(apart), _drawn_differences(runs, others, draws)
     of_seeds = float(apart.var(ddof=1)) / num_seeds if num_seeds > 1 else 0.0
     of_rows, num_rows = 0.0, 2
@@ -217,5 +221,5 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 def mean_ranks(columns: Mapping[str, Sequence[float]], *, lower_is_better: bool = False) -> dict[str, float]:
     """Mean over tasks of each column's rank, 1 the best; ties share their mean rank."""
     sign = 1 if lower_is_better else -1
-    ranks = stats.rankdata(sign * np.array(list(columns.values())), axis=0)
+    ranks = stats.rankdata([[sign * _rounded(value) for value in own] for own in columns.values()], axis=0)
     return {name: float(row.mean()) for name, row in zip(columns, ranks, strict=True)}

@@ -215,6 +215,7 @@ def _no_better_than_chance(pivot: Pivot, cell: PivotCell) -> float | None:
 def tradeoff_sheet(pivot: Pivot, name: str) -> Sheet:
     """Each column's macro-average, its trained values, and its difference from the reference (paper, table
     "efficiency-state")."""
+    pivot = pivot.upright
     means, counts, measure = column_averages(pivot), counted_values(pivot), pivot.measure
     best = best_printed({column: mean.value for column, mean in means.items()}, measure)
     reference, lines = pivot.reference, []

@@ -47,6 +47,12 @@ class BaseLayers:
 
     def require_layer(self, name: str, shape: tuple[int, int]) -> None:
         """Refuse a layer of an adapter that this base model does not have in that shape."""
+        prefix = getattr(self.model, "base_model_prefix", "")
+        if self.shapes.get(f"{prefix}.{name}") == shape:
+            raise ArtifactError(
+                f"The adapter was trained on a model without a head, where the layer {prefix}.{name} is {name!r}. Save "
+                "the base model in the class that it was trained on, such as AutoModel, and name that folder."
+            )
         if self.shapes.get(name) != shape:
             raise ArtifactError(
                 f"The adapter is of another base model: its layer {name!r} is {shape[0]} x {shape[1]}, the base has "
@@ -126,7 +132,10 @@ def _architecture(base: str | Path) -> nn.Module:
 
 def _model_class(config: Any) -> Any:
     """transformers' class in which a model was saved."""
-    return getattr(transformers, (config.architectures or [""])[0])
+    name = next(iter(config.architectures or ()), None)
+    if name is None or not hasattr(transformers, name):
+        raise ModelError(f"its config.json names the class {name}, which transformers does not have.")
+    return getattr(transformers, name)
 
 
 @contextmanager
@@ -202,7 +211,7 @@ def misloaded_layers(
             warnings.simplefilter("ignore")
             loaded = get_peft_model(copy.deepcopy(model), config, low_cpu_mem_usage=True)
             result = set_peft_model_state_dict(loaded, dict(tensors), low_cpu_mem_usage=True)
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
         return set(), f"PEFT refuses it: {one_line(error, 300)}"
     base = loaded.get_base_model()
     adapted = {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
@@ -277,7 +286,7 @@ def export_merged(
     saved = read_adapter(directory)
     base = base_name(directory, base, saved.config.base_model_name_or_path)
     loading = safe_loading(base)
-    with atomic_folder(out, overwrite=overwrite, reads=directory) as aside:
+    with atomic_folder(out, overwrite=overwrite, reads=[directory, saved.config.basis, base]) as aside:
         why_not = "rounding to its grid would lose most of an update"
         try:
             base_model = load_base_model(base, dtype, loading, why_not)

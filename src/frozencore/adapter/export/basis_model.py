@@ -90,7 +90,7 @@ def export_basis_model(
     require_set(basis.layers)
     base = base_name(directory, base, basis.base_model)
     loading = safe_loading(base)
-    with atomic_folder(out, overwrite=overwrite, reads=directory) as aside:
+    with atomic_folder(out, overwrite=overwrite, reads=[directory, basis.place, base]) as aside:
         model = load_base_model(base, dtype, loading, "a basis stands beside plain weights")
         require_fits(basis, directory, model, base)
         _with_basis(model, basis).save_pretrained(aside, save_original_format=False)
@@ -233,7 +233,9 @@ def export_tenant(
         require_same_id(origin, adapter.basis_id, f"the basis model {basis_model} has", there)
     ranks = {name: len(R) for name, R in adapter.cores.items()}
     rank = max(ranks.values())
-    with atomic_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:
+    with atomic_folder(
+        Path(out), overwrite=overwrite, reads=[adapter.folder, adapter.config.basis, basis_model]
+    ) as aside:
         cores = _cores(adapter, rank, dtype)
         ones = {
             f"{BASE}{name}.{CORE}.lora_A.weight": torch.eye(rank, ranks[name], dtype=dtype) for name in adapter.cores

@@ -18,8 +18,8 @@ import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
-from frozencore.adapter.core import Core
-from frozencore.adapter.export.lora import export_source
+from frozencore.adapter.basis import require_set
+from frozencore.adapter.folders import read_adapter
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.atomic_write import atomic_write
 from frozencore.maths.quantise import BITS
@@ -40,11 +40,13 @@ def core_fragment(directory: str | Path, bits: int = LINK_BITS) -> str:
         ArtifactError: The adapter is damaged.
         ConfigError: The adapter has no basis, or trains more than its cores.
     """
-    adapter = export_source(directory)
-    ranks = {name: len(adapter.cores[name]) for name in sorted(adapter.cores)}
-    few = Core.of(adapter.basis_id, adapter.cores).in_bits(bits, ranks).packed
+    saved = read_adapter(directory)
+    saved.config.require_core_alone("this one", "An exported adapter is a core alone")
+    basis = saved.find_basis()
+    require_set(basis.layers)
+    few = saved.core.in_bits(bits, basis.ranks).packed
     assert few is not None
-    head = bytes([bits]) + bytes.fromhex(adapter.basis_id) + len(ranks).to_bytes(2, "little")
+    head = bytes([bits]) + bytes.fromhex(basis.id) + len(basis.ranks).to_bytes(2, "little")
     content = head + b"".join(X.numpy().tobytes() for X in (few.ranks, few.scales, few.codes))
     content += zlib.crc32(content).to_bytes(4, "little")
     return "#core=" + base64.urlsafe_b64encode(content).decode().rstrip("=")
@@ -85,7 +87,7 @@ def _what_fits(directory: str | Path, bits: int) -> str:
     fewer = [each for each in BITS if each < bits and len(core_fragment(directory, each)) <= LARGEST_QR]
     if fewer:
         return f"--bits {fewer[0]} fits."
-    num_layers = len(export_source(directory).cores)
+    num_layers = len(read_adapter(directory).ranks)
     room = LARGEST_QR * 3 // 4 - 28 - 4 * num_layers  # 28: the head, the CRC, and `#core=` in bytes before base64
     rank = int(max(room * 8 / min(BITS) / num_layers, 0) ** 0.5)
     if rank == 0:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from frozencore.adapter.core import BASE
 from frozencore.adapter.export.base_model import BaseLayers, layers_of, targets_for_peft
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.loaded_adapter import LoadedAdapter
-from frozencore.errors import ArtifactError, ConfigError
+from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.maths.basis import LayerBasis, known_basis
@@ -65,6 +66,7 @@ class LoraExport:
         layers: The adapted layers.
         zero_layers: Layers with zero factors, because engines pack them with adapted layers.
         fan_in_fan_out: The base has ``Conv1D`` layers (GPT-2), which only PEFT reads.
+        compared: PEFT was seen to load it right onto the base model, of which the configuration suffices.
         error: The relative error of a lower rank in Frobenius norm; None without a lower rank.
     """
 
@@ -73,6 +75,7 @@ class LoraExport:
     layers: tuple[str, ...]
     zero_layers: tuple[str, ...]
     fan_in_fan_out: bool
+    compared: bool
     error: float | None = None
 
 
@@ -92,7 +95,7 @@ def export_lora(
         model_or_directory: A model with a frozen-core adapter, or a folder that ``save_pretrained`` wrote.
         adapter_name: Which adapter of the model; the active one by default.
         base: The base model or its folder; needed only with a folder, for the shapes of layers that engines pack with
-            adapted ones. By default the folder that the adapter names, if it exists.
+            adapted ones. By default the one that the adapter names, if its configuration can be read.
         dtype: The dtype of the factors. Half precision halves the files; bfloat16 costs about 0.2 % of the update.
         rank: A lower rank than the adapter's; the result's ``error`` is the relative error of the cut.
         overwrite: Replace an existing adapter folder.
@@ -110,7 +113,7 @@ def export_lora(
     named = layers_to_name(shapes, of_base)
     adapter, rank, error = to_rank(adapter, rank)
     conv1d = of_base is not None and not of_base.conv1d.isdisjoint(adapter.layers)
-    with atomic_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:
+    with atomic_folder(Path(out), overwrite=overwrite, reads=[adapter.folder, adapter.config.basis]) as aside:
         tensors = _lora_tensors(adapter, named, rank, dtype)
         save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
         config = lora_config(adapter.config, rank, target_modules(named, of_base), fan_in_fan_out=conv1d)
@@ -129,6 +132,7 @@ def export_lora(
         layers=tuple(shapes),
         zero_layers=tuple(name for name in named if name not in shapes),
         fan_in_fan_out=conv1d,
+        compared=of_base is not None,
         error=error,
     )
 
@@ -258,13 +262,16 @@ def _kind(layer: str) -> str:
 def _base_of(
     adapter: ExportSource, origin: nn.Module | str | Path, base: nn.Module | str | Path | None
 ) -> BaseLayers | None:
-    """The layers of the adapter's model, else of ``base``, else of the base that it names, if it is on this machine."""
-    named = adapter.config.base_model_name_or_path
+    """The layers of the adapter's model, else of ``base``, else of the base that it names, if that can be read."""
     if isinstance(origin, nn.Module):
         base = origin
-    elif base is None and named and Path(named).exists():
-        base = named
-    return layers_of(base) if base is not None else None
+    if base is not None:
+        return layers_of(base)
+    if not (named := adapter.config.base_model_name_or_path):
+        return None
+    with suppress(ModelError):
+        return layers_of(named)
+    return None
 
 
 def export_source(model_or_directory: nn.Module | str | Path, adapter_name: str | None = None) -> ExportSource:

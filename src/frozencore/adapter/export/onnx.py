@@ -93,7 +93,10 @@ def export_onnx(
     require_set(basis.layers)
     base = base_name(directory, base, basis.base_model)
     loading = safe_loading(base)
-    with atomic_folder(out, overwrite=overwrite, reads=directory) as aside, TemporaryDirectory() as spare:
+    with (
+        atomic_folder(out, overwrite=overwrite, reads=[directory, basis.place, base]) as aside,
+        TemporaryDirectory() as spare,
+    ):
         model = load_base_model(base, "auto", loading, "the builder starts from plain weights")
         require_fits(basis, directory, model, base)
         place = Path(loading["pretrained_model_name_or_path"])
@@ -114,29 +117,33 @@ def export_onnx_adapter(
     out: str | Path,
     *,
     model: str | Path | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> int:
     """Write the core of an adapter as an ``.onnx_adapter`` file.
 
     Args:
         directory: The adapter's folder; its core may have fewer bits.
         model: Folder that :func:`export_onnx` wrote, to check that its basis is the adapter's.
-        dtype: As for :func:`export_onnx`.
+        dtype: As for :func:`export_onnx`; by default that of ``model``, or float32.
 
     Returns:
         The bytes of the file.
 
     Raises:
         ArtifactError: The adapter is damaged, or the model has another basis.
-        ConfigError: The adapter trains more than its cores, or the extra ``onnx`` is missing.
+        ConfigError: The adapter trains more than its cores, ``model`` takes cores of another dtype, or the extra
+            ``onnx`` is missing.
     """
-    graph = _graph_module(dtype)
+    graph = _graph_module(dtype or torch.float32)
     adapter = export_source(directory)
     if model is not None:
-        there = graph.onnx_basis_id(Path(model, MODEL_FILE))
-        require_same_id(str(directory), adapter.basis_id, f"the model {model} has", there)
+        basis_id, of_core = graph.input_of_cores(Path(model, MODEL_FILE))
+        require_same_id(str(directory), adapter.basis_id, f"the model {model} has", basis_id)
+        if dtype not in (None, of_core):
+            raise ConfigError(f"The model {model} takes cores of {of_core}, but {dtype} was given. Leave --dtype out.")
+        dtype = of_core
     with atomic_write(Path(out)) as aside:
-        graph.write_onnx_adapter(Core.of(adapter.basis_id, adapter.cores), aside, dtype)
+        graph.write_onnx_adapter(Core.of(adapter.basis_id, adapter.cores), aside, dtype or torch.float32)
     return Path(out).stat().st_size
 
 

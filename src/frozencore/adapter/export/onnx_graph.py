@@ -39,16 +39,19 @@ def write_onnx_adapter(core: Core, path: Path, dtype: torch.dtype = torch.float3
     file.export_adapter(str(path))
 
 
-def onnx_basis_id(path: Path) -> str:
-    """The id of the basis in a model's file that :func:`frozencore.export_onnx` wrote."""
-    entries = {}
+def input_of_cores(path: Path) -> tuple[str, torch.dtype]:
+    """The id of the basis in a model's file that :func:`frozencore.export_onnx` wrote, and the dtype of cores."""
+    entries: dict[str, str] = {}
     if path.is_file():
-        entries = {entry.key: entry.value for entry in onnx.load(path, load_external_data=False).metadata_props}
+        model = onnx.load(path, load_external_data=False)
+        entries = {entry.key: entry.value for entry in model.metadata_props}
     if ENTRY not in entries:
         raise ArtifactError(
             f"{path.parent} has no {path.name} with a basis in it. Write one with frozencore export --to onnx."
         )
-    return str(entries[ENTRY])
+    kinds = {one.name: one.type.tensor_type.elem_type for one in model.graph.input}
+    is_half = kinds[f"{CORE}{entries[ENTRY]}"] == TensorProto.FLOAT16
+    return entries[ENTRY], torch.float16 if is_half else torch.float32
 
 
 def add_basis(path: Path, basis: Basis, dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ marker), on the first line that is not empty. Later corrections do not count. Ot
 | ``145``, ``145.``, ``145.0`` | 145      | a final stop and trailing zeros do not count              |
 | ``1,234,567.5``              | 1234567.5 | commas before groups of three digits (1,00,000 too)      |
 | ``$1,234.50``, ``-$5``       | 1234.5   | a dollar sign, before or after the minus, does not count  |
-| ``+3``, ``−3``, ``- 3``      | 3, -3    | a sign; a hyphen in a word is none                        |
+| ``+3``, ``−3``, ``- 3``      | 3, -3    | a sign (also – and −); a hyphen in a word is none         |
 | ``3/4``, ``-1.5/2``          | 3/4      | exact fractions                                           |
 | ``12 km``, ``25%``, ``x = 5``| 12, 25, 5| words, units and percent signs do not count               |
 | ``7 or 8``                   | 7        | the first number                                          |
@@ -28,8 +28,9 @@ _MAX_DIGITS = 300
 _AMOUNT = r"(?:[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+"
 _NUMBER = re.compile(rf"(?:(?<![\w)\]])([-+])\s?)?(?:\$\s?(-)?)?({_AMOUNT})(?:\s?/\s?(-?(?:{_AMOUNT})))?")
 _WORDS = r"[^\d\\^/*_#@|√π∞±<>≤≥÷×-]*"
-_SCALE = r"(?i:hundred|thousand|million|billion|trillion|dozen)s?\b"
-_ONLY_WORDS = re.compile(_WORDS), re.compile(rf"(?!\s*(?:[:!]|{_SCALE})){_WORDS}")
+_SIGN = r"(?i:minus|negative)\b"
+_SCALE = r"(?i:hundred|thousand|million|billion|trillion|dozen)s?\b|(?i:k|bn)\b|M\b"
+_ONLY_WORDS = re.compile(rf"(?!.*\b{_SIGN}){_WORDS}"), re.compile(rf"(?!\s*(?:[:!]|{_SCALE})){_WORDS}")
 """The text that may stand before the number of an answer in a data set, and after it: no word changes its value."""
 
 
@@ -55,7 +56,7 @@ def parse_number(text: str, *, alone: bool = False) -> Fraction | None:
 
     If ``alone``, only words and units may stand beside it, such as those of ``$12`` or ``5 eggs``.
     """
-    text = text.replace("\u2212", "-")
+    text = text.replace("\u2212", "-").replace("\u2013", "-")
     match = _NUMBER.search(text)
     if match is None or sum(map(str.isdigit, match[0])) > _MAX_DIGITS:
         return None
