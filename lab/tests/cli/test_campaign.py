@@ -96,6 +96,8 @@ def test_one_makes_a_run_and_its_failure_is_one_line(call: Call, tmp_path: Path)
 def test_a_table_of_task_means_is_analysed(call: Call, tmp_path: Path) -> None:
     shown = call("report", "--table", str(PAPER), "--reference", "FCCA", "--json", str(tmp_path / "a.json"))
     assert "RawGrad" in shown
+    turned = call("report", "--table", str(PAPER), "--reference", "FCCA", "--lower-is-better")
+    assert ("higher is better" in shown, "lower is better" in turned) == (True, True)
     assert json.loads((tmp_path / "a.json").read_text())
 
 
