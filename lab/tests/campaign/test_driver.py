@@ -93,7 +93,7 @@ def test_results_are_read_from_the_index_alone(
         (tmp_path / name).write_bytes((done[0] / name).read_bytes())
     assert load_results(tmp_path) == results
     (tmp_path / "records.jsonl").write_text('{"run_id": "0123\n', encoding="utf-8")
-    with pytest.raises(ArtifactError, match=r"line 1 is damaged, and there are no runs/ to rebuild it from"):
+    with pytest.raises(ArtifactError, match=r"line 1 is damaged or of a newer frozencore, and its run is not in runs"):
         load_results(tmp_path)
 
 
@@ -101,6 +101,7 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "weights": (("hashes", "model"), "0" * 64, "the weights of"),
     "train": (("hashes", "train"), "0" * 64, "the train rows"),
     "evaluation": (("hashes", "evaluation"), "0" * 64, "the evaluation rows"),
+    "choices": (("hashes", "choices"), "0" * 64, "the choices rows"),
     "steps": (("provenance", "steps_version"), 1, "the version of the training's steps"),
     "default": (("config", "prompt_style"), "plain", "the default of prompt_style"),
     "default of a group": (("config", "calibration", "weighting"), "token_sum", "the default of calibration.weighting"),

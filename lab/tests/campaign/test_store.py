@@ -81,7 +81,7 @@ def test_running_are_the_runs_that_somebody_makes_now_not_those_that_were_killed
     assert store.running_now() == []
 
 
-@pytest.mark.parametrize("line", ['{"run_id": "', '{"format": 99, "run_id": "1234567890abcdef"}'])
+@pytest.mark.parametrize("line", ['{"run_id": "1234567890abcdef", "fo', '{"format": 99, "run_id": "1234567890abcdef"}'])
 def test_a_line_that_cannot_be_read_stays_unless_its_run_is_there(line: str, tmp_path: Path) -> None:
     """The record of a run that another machine made: rebuilding the file would lose it."""
     store = Store(tmp_path)

@@ -183,7 +183,8 @@ class Store:
                 if record.run_id is not None and _ID.fullmatch(record.run_id):
                     records[record.run_id] = record
                     continue
-            if not any((self.runs / run_id / RECORD).is_file() for run_id in _ID_IN_LINE.findall(line)):
+            found = _ID_IN_LINE.search(line)
+            if not (self.runs / found[1] / RECORD).is_file() if found else not self.runs.is_dir():
                 raise ArtifactError(
                     f"{file}, line {number} is damaged or of a newer frozencore, and its run is not in runs/. Restore "
                     "the file, update frozencore, or remove the line: a run that is not in runs/ is made again."
