@@ -21,7 +21,7 @@ from frozencore.adapter.card import CARD_FILE, with_scores, with_sizes
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.core import Core, sum_cores
 from frozencore.adapter.state_dict import basis_tensors, layers_in, module_tensors
-from frozencore.errors import ArtifactError
+from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.adapter_folder import (
     CONFIG_FILE,
     HEADER_FILE,
@@ -143,6 +143,8 @@ def read_adapter(folder: str | Path) -> SavedAdapter:
         if layers := layers_in(tensors, config.scale_of):
             beside = config.make_basis(layers, base=config.base_record)
             require_same_id(str(folder), core.basis_id, "P, Q, scales and base record beside it make", beside.id)
+    except FrozenCoreError:
+        raise
     except (TypeError, ValueError, AttributeError, LookupError) as error:  # values of other types than a file has
         raise damaged(folder, error) from error
     return SavedAdapter(folder, config, core, beside, module_tensors(tensors))

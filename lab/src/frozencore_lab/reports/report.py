@@ -207,8 +207,6 @@ def _headline(pivot: Pivot) -> Iterator[str]:
     yield f"{pivot.title}: {best}, then {next_one} ({measure.title}, {of})."
 
 
-WRITTEN = (".csv", ".md", ".tex", ".png")
-"""The endings of the files of a report's tables and figures."""
 FEW_COLUMNS = 4
 """The most columns of a table on a phone; with more, each of its lines becomes a list."""
 TEMPLATES = Environment(
@@ -238,10 +236,6 @@ def write_document(document: Document, folder: Path) -> list[Path]:
     for name, content in pages.items():
         written.append(folder / name)
         write_text(written[-1], content)
-    for kind in ("tables", "figures"):  # what an earlier report had of studies that are no more
-        for file in (folder / kind).glob("*"):
-            if file not in written and file.suffix in WRITTEN:
-                file.unlink()
     return written
 
 
