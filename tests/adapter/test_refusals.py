@@ -395,7 +395,7 @@ EXPORTS: list[Refusal] = [
     (lambda room: export_merged(room / "adapter", room.out, base=room.out), ModelError, "there is no such folder"),
     (lambda room: export_merged(room / "adapter", room.out, base=room / "quantised base"), ModelError, "is quantised"),
     (lambda room: export_merged(room / "adapter", room.out, base=room / "base of no class"),
-     ModelError, "has no attribute Nobody. Give its folder"),
+     ModelError, "names the class Nobody, which transformers does not have. Give its folder"),
     (to_basis_model("uncalibrated", "base"), CalibrationError, "needs a basis, but layer"),
     (to_basis_model("on the head", "base of other shapes"), ModelError, "below the head"),
     (to_basis_model("own basis", "base of other weights"), ArtifactError, "was made on another base model"),

@@ -44,10 +44,10 @@ def test_the_error_of_a_normal_vector_is_that_of_an_optimal_uniform_quantiser(bi
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_zeros_stay_zero_and_nothing_else_does(bits: int) -> None:
-    codes, scale = quantise(torch.zeros(9), bits)
-    assert torch.equal(levels(codes, scale, bits), torch.zeros(9))
-    assert levels(*quantise(torch.tensor([0.0, 1e-30, 0.0]), bits), bits).abs().min() > 0
+def test_zeros_stay_zero_and_so_do_values_that_are_nearer_to_it_than_to_the_smallest_levels(bits: int) -> None:
+    for x in (torch.zeros(9), torch.tensor([0.0, 1e-30, 0.0]), torch.full((9,), 1e-9)):
+        assert torch.equal(levels(*quantise(x, bits), bits), torch.zeros_like(x))
+    assert levels(*quantise(torch.full((9,), 1e-6), bits), bits).abs().min() > 0
 
 
 @pytest.mark.parametrize("size", [1, 5, 8, 256])

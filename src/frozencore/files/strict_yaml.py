@@ -17,7 +17,7 @@ from frozencore.text import one_line
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that reads numbers as YAML 1.2 does: ``1e-3`` is one, and ``010``, ``1:30`` and ``1_0`` are words.
+    """A loader that reads ``1e-3`` as a number, as YAML 1.2 does, and ``010``, ``1:30`` and ``1_0`` as words.
 
     In YAML 1.1 the first needs a point and a sign, and the others are 8, 90 and 10.
     """

@@ -137,10 +137,10 @@ def find_tenants(path: Path) -> dict[str, Path]:
     if path.suffix in (".yaml", ".yml") and not path.is_dir():
         content = read_yaml(path)
         words = [word for line in content.items() for word in line] if isinstance(content, dict) else []
-        if not words or not all(isinstance(word, str) for word in words):  # YAML reads 007 as 7, and no as false
+        if not words or not all(isinstance(word, str) for word in words):  # YAML reads 7 as a number, and no as false
             raise ConfigError(
                 f"{path} must name a row file for each tenant, one line each: 'anna: rows/anna.jsonl'. Quote names "
-                "such as '007' and 'no'."
+                "such as '7' and 'no'."
             )
         named = [(name, path.parent / file) for name, file in content.items()]
     else:

@@ -370,7 +370,7 @@ def test_what_a_tenant_is_called_and_where_its_rows_are_is_checked(tenants: Path
         ("Anna: a.jsonl\nanna: b.jsonl", "b.jsonl is 'anna' and another is 'Anna'"),
         ("É: a.jsonl\né: b.jsonl", "a folder that no other has"),
         ("-rf: c.jsonl", "not '.' or '-' first"),
-        ("007: a.jsonl", "Quote names such as '007'"),
+        ("7: a.jsonl", "Quote names such as '7'"),
         ("no: a.jsonl", "Quote names such as .* 'no'"),
     ):
         listed.write_text(content)
