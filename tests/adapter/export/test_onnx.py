@@ -268,9 +268,9 @@ def test_families_compute_what_pytorch_computes(family: str, tmp_path: Path) -> 
 def test_a_core_may_be_float16_and_the_base_weights_8_bits(case: Case, tmp_path: Path) -> None:
     half = torch.float16
     exporting.export_onnx(case.folder / "basis", tmp_path / "m", base=pocket_model_path(), bits=8, dtype=half)
-    exporting.export_onnx_adapter(
-        case.folder / "anna", tmp_path / "anna.onnx_adapter", dtype=half, model=tmp_path / "m"
-    )
+    with pytest.raises(ConfigError, match="takes cores of torch.float16"):
+        exporting.export_onnx_adapter(case.folder / "anna", tmp_path / "x", model=tmp_path / "m", dtype=torch.float32)
+    exporting.export_onnx_adapter(case.folder / "anna", tmp_path / "anna.onnx_adapter", model=tmp_path / "m")
     opened = ort.LoraAdapter()
     opened.Load(str(tmp_path / "anna.onnx_adapter"))
     model, weights = Session(tmp_path / "m"), (tmp_path / "m" / "model.onnx.data").stat().st_size
