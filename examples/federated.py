@@ -130,8 +130,9 @@ def server_app(
 
 def main() -> None:
     options = parse()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
     for file in options.data.glob("*.jsonl"):  # a wrong file is found before the first round
-        rows_of(file, AutoTokenizer.from_pretrained(options.model))
+        rows_of(file, tokenizer)
     shared = {"model": options.model, "basis": str(options.basis)}
     run_simulation(
         server_app(

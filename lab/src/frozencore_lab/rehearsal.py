@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.errors import ArtifactError
-from frozencore.files.atomic_write import require_writable, write_json
+from frozencore.files.atomic_write import remove, require_writable, write_json
 from frozencore.tune.config import RunConfig
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure
@@ -150,7 +149,7 @@ def _begin(folder: Path, campaign: Campaign) -> None:
     if (folder / MARK).is_file():
         with Store(folder).locked("driver", wait=False):  # no other process is in it
             for part in folder.iterdir():
-                shutil.rmtree(part) if part.is_dir() and not part.is_symlink() else part.unlink()
+                remove(part)
     elif folder.is_dir() and any(folder.iterdir()):
         raise ArtifactError(f"{folder} holds something that is no rehearsal. Choose another --out.")
     write_json(folder / MARK, {"campaign": campaign.name})

@@ -189,8 +189,7 @@ def find_basis(origin: str, basis_id: str, place: str | None, revision: str | No
     Raises:
         ArtifactError: It is not there, or has another id.
     """
-    known = _known_place(origin, basis_id, place)
-    with _naming(origin, basis_id):
+    with _known_place(origin, basis_id, place) as known:
         basis = load_basis(known, revision)
     require_same_id(origin, basis_id, f"{place} is", basis.id)
     return basis
@@ -198,8 +197,7 @@ def find_basis(origin: str, basis_id: str, place: str | None, revision: str | No
 
 def find_ranks(origin: str, basis_id: str, place: str | None, revision: str | None = None) -> dict[str, int]:
     """Read r of each layer of the basis of a core; P and Q are not read. The arguments are as in :func:`find_basis`."""
-    known = _known_place(origin, basis_id, place)
-    with _naming(origin, basis_id):
+    with _known_place(origin, basis_id, place) as known:
         folder = _folder(known, revision)
     require_same_id(origin, basis_id, f"{place} is", read_header(folder).id)
     with _reading(folder), safe_open(folder / FACTORS_FILE, framework="pt") as file:
@@ -208,21 +206,17 @@ def find_ranks(origin: str, basis_id: str, place: str | None, revision: str | No
     return dict(sorted(ranks.items()))
 
 
-def _known_place(origin: str, basis_id: str, place: str | None) -> str:
+@contextmanager
+def _known_place(origin: str, basis_id: str, place: str | None) -> Iterator[str]:
+    """The place of a core's basis; an error in it names the core."""
     if place is None or not (is_folder(place) or is_hub_id(place)):
         nor = "" if place is None else f" or at {place}"
         raise ArtifactError(
             f"{origin} has a core on the basis {basis_id}, which is not beside it{nor}. Get that basis folder and put "
             "it beside the adapter as 'basis', or pass basis=FOLDER."
         )
-    return place
-
-
-@contextmanager
-def _naming(origin: str, basis_id: str) -> Iterator[None]:
-    """Name the core in the error of a basis that cannot be read."""
     try:
-        yield
+        yield place
     except ArtifactError as error:
         raise ArtifactError(f"{origin} has a core on the basis {basis_id}, which cannot be read: {error}") from error
 

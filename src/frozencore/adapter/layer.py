@@ -79,6 +79,12 @@ def warn_of_uncalibrated(what: str, then: str) -> None:
     warnings.warn(f"{what} was never calibrated: {zero} {then}.", UncalibratedWarning, stacklevel=4)
 
 
+def stored_layer(module: Any) -> Any:
+    """The base model's layer below PEFT's wrappers: of an adapter, and of trained tokens."""
+    layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    return layer.token_adapter.get_base_layer() if isinstance(layer, TrainableTokensWrapper) else layer
+
+
 class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     """Frozen cores on ``nn.Linear`` or ``Conv1D`` with n inputs and m outputs.
 
@@ -310,8 +316,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     @property
     def stored_layer(self) -> Any:
         """The base model's layer: below the wrapper that adds trained tokens to a head tied to their embedding."""
-        layer = self.get_base_layer()
-        return layer.token_adapter.get_base_layer() if isinstance(layer, TrainableTokensWrapper) else layer
+        return stored_layer(self)
 
     @property
     def base_samples(self) -> Tensor | None:

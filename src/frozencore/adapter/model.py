@@ -32,6 +32,7 @@ from frozencore.adapter.layer import (
     FrozenCoreLinear,
     frozen_core_layers,
     is_linear,
+    stored_layer,
     warn_of_uncalibrated,
 )
 from frozencore.adapter.loaded_adapter import LoadedAdapter
@@ -44,12 +45,6 @@ from frozencore.constructors import LayerData, build_basis
 from frozencore.distributed import check_same_call, require_same_bases
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.files.fingerprint import base_names
-
-
-def _base_layer(module: Any) -> Any:
-    """The layer that PEFT has adapted, or whose tokens it trains."""
-    inner = getattr(module, "token_adapter", module)
-    return inner.get_base_layer() if isinstance(inner, BaseTunerLayer) else inner
 
 
 class FrozenCoreModel(BaseTuner):
@@ -344,8 +339,8 @@ class FrozenCoreModel(BaseTuner):
         has_own_tokens = isinstance(head, TrainableTokensWrapper) and head.token_adapter.tied_adapter is None
         if not (has_own_tokens or (isinstance(head, FrozenCoreLinear) and head in merged)):
             return
-        layer = _base_layer(head)
-        is_tied = layer.weight is getattr(_base_layer(embedding), "weight", None)
+        layer = stored_layer(head)
+        is_tied = layer.weight is getattr(stored_layer(embedding), "weight", None)
         if not is_tied:
             return
         layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)

@@ -52,7 +52,12 @@ def remove_left(folder: Path, name: str = "*") -> None:
         if not place.exists():
             aside.rename(place)
     for left in (*folder.glob(f".{name}.*.tmp"), *folder.glob(f".{name}.*.old")):
-        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        remove(left)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that is in it."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 @contextmanager
@@ -112,7 +117,7 @@ def _put_in_place(new: Path, out: Path) -> None:
         return
     if out.samefile("."):  # a process whose folder is renamed or removed would find no file by its relative path
         for old in out.iterdir():
-            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+            remove(old)
         for part in new.iterdir():
             part.rename(out / part.name)
         return
@@ -122,7 +127,7 @@ def _put_in_place(new: Path, out: Path) -> None:
         undo.callback(old.rename, out)
         new.rename(out)
         undo.pop_all()
-    old.unlink() if old.is_symlink() else shutil.rmtree(old)
+    shutil.rmtree(old)
 
 
 def check_output(out: Path, *, overwrite: bool | None, reads: Iterable[str | Path | None] = ()) -> None:

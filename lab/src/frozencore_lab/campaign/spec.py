@@ -60,8 +60,8 @@ Value = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | None
 Values = Annotated[tuple[Value, ...], Field(min_length=1)]
 
 METHODS_OF_GRID = "for"
-DECIDED = ("model", "task", "method", "seed", "evaluate_on")
-"""Options that a search does not try: with another value a run is another arm's, or scored on other rows."""
+DECIDED = ("method", "evaluate_on")
+"""Options that a search does not try, beside the axes: a run would be another arm's, or scored on other rows."""
 
 
 def _campaign_options() -> dict[str, Option]:

@@ -183,8 +183,9 @@ class Store:
                 if record.run_id is not None and _ID.fullmatch(record.run_id):
                     records[record.run_id] = record
                     continue
-            found = _ID_IN_LINE.search(line)
-            if not (self.runs / found[1] / RECORD).is_file() if found else not self.runs.is_dir():
+            named = _ID_IN_LINE.search(line)
+            rebuilt_from = self.runs / named[1] / RECORD if named else self.runs
+            if not rebuilt_from.exists():
                 raise ArtifactError(
                     f"{file}, line {number} is damaged or of a newer frozencore, and its run is not in runs/. Restore "
                     "the file, update frozencore, or remove the line: a run that is not in runs/ is made again."

@@ -47,17 +47,18 @@ class BaseLayers:
 
     def require_layer(self, name: str, shape: tuple[int, int]) -> None:
         """Refuse a layer of an adapter that this base model does not have in that shape."""
-        prefix = getattr(self.model, "base_model_prefix", "")
-        if self.shapes.get(f"{prefix}.{name}") == shape:
+        if self.shapes.get(name) == shape:
+            return
+        below = f"{getattr(self.model, 'base_model_prefix', '')}.{name}"
+        if self.shapes.get(below) == shape:
             raise ArtifactError(
-                f"The adapter was trained on a model without a head, where the layer {prefix}.{name} is {name!r}. Save "
-                "the base model in the class that it was trained on, such as AutoModel, and name that folder."
+                f"The adapter was trained on a model without a head, where the layer {below} is {name!r}. Save the "
+                "base model in the class that it was trained on, such as AutoModel, and name that folder."
             )
-        if self.shapes.get(name) != shape:
-            raise ArtifactError(
-                f"The adapter is of another base model: its layer {name!r} is {shape[0]} x {shape[1]}, the base has "
-                f"{self.shapes.get(name, 'none')}. Name the model it was trained on."
-            )
+        raise ArtifactError(
+            f"The adapter is of another base model: its layer {name!r} is {shape[0]} x {shape[1]}, the base has "
+            f"{self.shapes.get(name, 'none')}. Name the model it was trained on."
+        )
 
 
 def layers_of(base: nn.Module | str | Path) -> BaseLayers:

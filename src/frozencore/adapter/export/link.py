@@ -18,8 +18,7 @@ import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
-from frozencore.adapter.basis import require_set
-from frozencore.adapter.folders import read_adapter
+from frozencore.adapter.export.lora import export_source
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.atomic_write import atomic_write
 from frozencore.maths.quantise import BITS
@@ -40,13 +39,10 @@ def core_fragment(directory: str | Path, bits: int = LINK_BITS) -> str:
         ArtifactError: The adapter is damaged.
         ConfigError: The adapter has no basis, or trains more than its cores.
     """
-    saved = read_adapter(directory)
-    saved.config.require_core_alone("this one", "An exported adapter is a core alone")
-    basis = saved.find_basis()
-    require_set(basis.layers)
-    few = saved.core.in_bits(bits, basis.ranks).packed
+    adapter = export_source(directory)
+    few = adapter.core.in_bits(bits, adapter.ranks).packed
     assert few is not None
-    head = bytes([bits]) + bytes.fromhex(basis.id) + len(basis.ranks).to_bytes(2, "little")
+    head = bytes([bits]) + bytes.fromhex(adapter.basis_id) + len(adapter.layers).to_bytes(2, "little")
     content = head + b"".join(X.numpy().tobytes() for X in (few.ranks, few.scales, few.codes))
     content += zlib.crc32(content).to_bytes(4, "little")
     return "#core=" + base64.urlsafe_b64encode(content).decode().rstrip("=")
@@ -87,7 +83,7 @@ def _what_fits(directory: str | Path, bits: int) -> str:
     fewer = [each for each in BITS if each < bits and len(core_fragment(directory, each)) <= LARGEST_QR]
     if fewer:
         return f"--bits {fewer[0]} fits."
-    num_layers = len(read_adapter(directory).ranks)
+    num_layers = len(export_source(directory).layers)
     room = LARGEST_QR * 3 // 4 - 28 - 4 * num_layers  # 28: the head, the CRC, and `#core=` in bytes before base64
     rank = int(max(room * 8 / min(BITS) / num_layers, 0) ** 0.5)
     if rank == 0:

@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.nn.functional import pad
 from frozencore.adapter.basis import require_set
 from frozencore.adapter.card import num_tokens, write_model_card
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.core import BASE
+from frozencore.adapter.core import BASE, Core
 from frozencore.adapter.export.base_model import BaseLayers, layers_of, targets_for_peft
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.loaded_adapter import LoadedAdapter
@@ -46,15 +47,28 @@ class ExportSource:
 
     Attributes:
         layers: P, Q and s by layer name.
-        cores: R by layer name.
         folder: Where it was read from; None for a model's.
     """
 
     config: FrozenCoreConfig
-    basis_id: str
+    core: Core
     layers: Mapping[str, LayerBasis]
-    cores: Mapping[str, Tensor]
     folder: Path | None = None
+
+    @property
+    def basis_id(self) -> str:
+        """The id of the basis."""
+        return self.core.basis_id
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """r by layer name, in the order of the core's values."""
+        return {name: self.layers[name].rank for name in sorted(self.layers)}
+
+    @cached_property
+    def cores(self) -> dict[str, Tensor]:
+        """R by layer name."""
+        return self.core.by_layer(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -153,7 +167,11 @@ def to_rank(adapter: ExportSource, rank: int | None) -> tuple[ExportSource, int,
         layers[name], cores[name], S = best_of_rank(basis, adapter.cores[name], rank)
         squares = (S * basis.scale).square()
         kept, lost = kept + float(squares[:rank].sum()), lost + float(squares[rank:].sum())
-    return replace(adapter, layers=layers, cores=cores), rank, (lost / (kept + lost)) ** 0.5 if lost else 0.0
+    return (
+        replace(adapter, layers=layers, core=Core.of(adapter.basis_id, cores)),
+        rank,
+        (lost / (kept + lost)) ** 0.5 if lost else 0.0,
+    )
 
 
 def best_of_rank(basis: LayerBasis, R: Tensor, rank: int) -> tuple[LayerBasis, Tensor, Tensor]:
@@ -279,11 +297,11 @@ def export_source(model_or_directory: nn.Module | str | Path, adapter_name: str 
     if isinstance(model_or_directory, nn.Module):
         adapter = LoadedAdapter.of(model_or_directory, adapter_name)
         config = adapter.config
-        source = ExportSource(config, adapter.basis_id, adapter.bases, adapter.cores)
+        source = ExportSource(config, Core.of(adapter.basis_id, adapter.cores), adapter.bases)
     else:
         saved = read_adapter(model_or_directory)
         config, basis = saved.config, saved.find_basis()
-        source = ExportSource(config, basis.id, basis.layers, saved.core.by_layer(basis.ranks), saved.folder)
+        source = ExportSource(config, saved.core, basis.layers, saved.folder)
     require_set(source.layers)
     config.require_core_alone("this one", "An exported adapter is a core alone")
     return source

@@ -27,7 +27,7 @@ from types import ModuleType
 import torch
 
 from frozencore.adapter.basis import require_same_id, require_set
-from frozencore.adapter.core import CORE, Core
+from frozencore.adapter.core import CORE
 from frozencore.adapter.export.base_model import base_name, load_base_model, save_tokenizer
 from frozencore.adapter.export.basis_model import require_fits
 from frozencore.adapter.export.lora import export_source
@@ -143,7 +143,7 @@ def export_onnx_adapter(
             raise ConfigError(f"The model {model} takes cores of {of_core}, but {dtype} was given. Leave --dtype out.")
         dtype = of_core
     with atomic_write(Path(out)) as aside:
-        graph.write_onnx_adapter(Core.of(adapter.basis_id, adapter.cores), aside, dtype or torch.float32)
+        graph.write_onnx_adapter(adapter.core, aside, dtype or torch.float32)
     return Path(out).stat().st_size
 
 
