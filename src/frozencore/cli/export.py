@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 
@@ -17,12 +17,26 @@ from frozencore.maths.quantise import BITS, default_bits
 from frozencore.text import unknown_name
 from frozencore.tune.locate import model_location, require_model
 
-FORMS = "lora", "merged", "basis-model", "tenant", "core", "onnx", "onnx-adapter", "link", "qr"
-FILES = "onnx-adapter", "qr"
-BITS_OF = {"core": (None, 32, *BITS), "link": (None, *BITS), "qr": (None, *BITS), "onnx": (None, 8, 4)}
 
-UNREAD = {"base": ("core", "link", "qr"), "dtype": ("core", "link", "qr"), "overwrite": ("link",)}
-"""Flags that are for other forms."""
+class Form(NamedTuple):
+    """What a form of an export writes, and the flags that it reads."""
+
+    reads: tuple[str, ...]
+    bits: tuple[int | None, ...] = (None,)
+    writes: Literal["a folder", "a file", "nothing"] = "a folder"
+
+
+FORMS = {
+    "lora": Form(("base", "dtype", "overwrite", "rank")),
+    "merged": Form(("base", "dtype", "overwrite")),
+    "basis-model": Form(("base", "dtype", "overwrite", "with-code")),
+    "tenant": Form(("base", "dtype", "overwrite")),
+    "core": Form(("overwrite",), (None, 32, *BITS)),
+    "onnx": Form(("base", "dtype", "overwrite"), (None, 8, 4)),
+    "onnx-adapter": Form(("base", "dtype", "overwrite"), writes="a file"),
+    "link": Form((), (None, *BITS), writes="nothing"),
+    "qr": Form(("overwrite",), (None, *BITS), writes="a file"),
+}
 
 
 def export(
@@ -75,27 +89,28 @@ def export(
 ) -> None:
     if to not in FORMS:
         raise ConfigError(unknown_name("export", to, FORMS))
-    for option, is_given, form in (("rank", rank is not None, "lora"), ("with-code", with_code, "basis-model")):
-        if is_given and to != form:
-            raise ConfigError(f"--{option} is for --to {form}, but --to {to} was given: leave one of them out.")
-    for option, is_given in (("base", base is not None), ("dtype", dtype != "auto"), ("overwrite", overwrite)):
-        if is_given and to in UNREAD.get(option, ()):
-            raise ConfigError(f"--to {to} reads no --{option}: leave it out.")
-    if bits not in BITS_OF.get(to, (None,)):
-        known = ", ".join(str(each) for each in BITS_OF.get(to, ()) if each is not None)
+    form = FORMS[to]
+    flags = {"base": base, "dtype": dtype != "auto", "overwrite": overwrite, "rank": rank, "with-code": with_code}
+    for name, given in flags.items():
+        if given not in (None, False) and name not in form.reads:
+            readers = ", ".join(other for other, each in FORMS.items() if name in each.reads)
+            raise ConfigError(f"--{name} is for --to {readers}, but --to {to} was given: leave one of them out.")
+    if bits not in form.bits:
+        known = ", ".join(str(each) for each in form.bits if each is not None)
         raise ConfigError(
             f"--to {to} takes {f'--bits {known}' if known else 'no --bits'}, but --bits {bits} was given."
         )
-    if (output is None) != (to == "link"):
-        writes = f"--to {to} writes a {'file' if to in FILES else 'folder'}. Give --out, its place."
+    if (output is None) != (form.writes == "nothing"):
         raise ConfigError(
-            writes if output is None else "--to link prints the link and writes nothing: leave --out out."
+            f"--to {to} writes {form.writes}. Give --out, its place."
+            if output is None
+            else f"--to {to} prints its export and writes nothing: leave --out out."
         )
     if base is not None and to != "onnx-adapter":
         require_model(base)
         base = model_location(base)
     folder = adapter_in(folder_of(adapter))
-    if output is not None and to in FILES:
+    if output is not None and form.writes == "a file":
         _check_file(output, overwrite)
     elif output is not None:
         check_output(output, overwrite=overwrite, reads=[folder, base])
