@@ -49,3 +49,23 @@ def test_a_name_that_is_no_word_or_too_long_for_a_disk_is_none_of_a_tenant(name:
     (tmp_path / f"{name}.jsonl").touch()
     with pytest.raises(ConfigError, match=r"^A tenant's name becomes a folder's: .* Rename [^\ud800-\udfff]*.jsonl\.$"):
         find_tenants(tmp_path)
+
+
+@pytest.mark.parametrize("names", [("ben.train", "ben.eval"), ("a_train", "a_test"), ("x-valid", "x-Train", "anna")])
+def test_a_file_to_score_is_no_tenant(names: tuple[str, ...], tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / f"{name}.jsonl").touch()
+    with pytest.raises(
+        ConfigError, match=r"is trained, but .*jsonl and .*jsonl look like parts of one data set"
+    ):
+        find_tenants(tmp_path)
+    listed = tmp_path / "tenants.yaml"
+    listed.write_text("".join(f"{name}: {name}.jsonl\n" for name in names))
+    assert [*find_tenants(listed)] == [*names]
+
+
+def test_parts_of_different_data_sets_are_tenants(tmp_path: Path) -> None:
+    names = ["anna", "ben.train", "cara_test", "contest", "dev"]
+    for name in names:
+        (tmp_path / f"{name}.jsonl").touch()
+    assert [*find_tenants(tmp_path)] == names

@@ -396,7 +396,11 @@ def test_the_system_text_is_that_of_the_training_rows_alone(tmp_path: Path, byte
 @pytest.mark.parametrize(
     ("count", "options", "why"),
     [
-        (50, {"num_evaluation": 100}, "but has 50 rows, all held out: give more rows, or a smaller --num-evaluation"),
+        (
+            50,
+            {"num_evaluation": 100},
+            "but has 50 rows, all held out: give more rows, a smaller --num-evaluation, or others",
+        ),
         (1, {}, "but has 1 row, all held out"),
     ],
 )

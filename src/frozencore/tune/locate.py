@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from unicodedata import normalize
 
@@ -14,10 +16,13 @@ from frozencore.text import nearest_name
 from frozencore.tune.config import RunConfig
 from frozencore.tune.pocket import POCKET_MODEL, pocket_model_path
 from frozencore.tune.rows.forms import require_rows
-from frozencore.tune.rows.row_sources import KINDS, row_file
+from frozencore.tune.rows.row_sources import KINDS, RowFile, row_file
 from frozencore.tune.rows.sources import is_named
 
 MODEL_CONFIG = "config.json"
+_PART = re.compile(
+    r"(?P<name>.+)[._-](train|training|eval|evaluation|test|valid|validation|dev|held-?out)", re.IGNORECASE
+)
 SMOLLM2 = "smollm2"
 """The name of SmolLM2-135M-Instruct (:mod:`frozencore.tune.smollm2`) in place of a hub id."""
 
@@ -127,6 +132,20 @@ def _visible(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.name != ".DS_Store" and not file.name.startswith("._"))
 
 
+def _require_no_held_out(files: Mapping[Path, RowFile | None]) -> None:
+    """Refuse a folder in which one data set has a file to train on and one to score: both would be tenants."""
+    parts: dict[str, list[str]] = {}
+    for file, name in files.items():
+        if name is not None and (whole := _PART.fullmatch(name.stem)) is not None:
+            parts.setdefault(whole["name"], []).append(file.name)
+    twice = next((names for names in parts.values() if len(names) > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"Each file in the folder of --tenants is a tenant that is trained, but {' and '.join(twice)} look like "
+            "parts of one data set. Move those to score to another folder, or name the tenants in a YAML file."
+        )
+
+
 def find_tenants(path: Path) -> dict[str, Path]:
     """The row file of each tenant, by name, in the order of the names or of the YAML file.
 
@@ -151,6 +170,7 @@ def find_tenants(path: Path) -> dict[str, Path]:
             raise DataError(
                 f"--tenants must name a folder with {KINDS} for each tenant, or a YAML file, but {path} {what}."
             )
+        _require_no_held_out(files)
     tenants: dict[str, Path] = {}
     known = {name: name for name in RESERVED}  # by the name on a disk that ignores case
     for given, file in named:

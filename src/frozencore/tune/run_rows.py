@@ -227,7 +227,8 @@ class UserData:
         if is_trial or chooses:
             train, validation = hold_out(train, texts)
         if not train:
-            why = ", all held out: give more rows, or a smaller --num-evaluation"
+            fewer = ", a smaller --num-evaluation," if len(rows) > 1 else ""
+            why = f", all held out: give more rows{fewer} or others to score (--eval-data)"
             if len(rows) == unused[IN_BOTH]:
                 why = ", all in --eval-data too"
             elif len(rows) > len(set(texts.values())) == 1:

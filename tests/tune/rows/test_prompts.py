@@ -103,6 +103,23 @@ def test_training_choices_and_generation_see_the_same_context(byte_tokenizer: Ca
             assert encoder.ask(asked, "row-1") == (row.input_ids[: row.num_context], 0)
 
 
+@pytest.mark.parametrize("options", [{}, {"chat": True}, {"chat": True, "special": ("<end>",)}])
+def test_a_choice_that_begins_another_is_scored_with_the_end_token(
+    options: dict[str, Any], byte_tokenizer: Callable[..., Any]
+) -> None:
+    tokenizer = byte_tokenizer(**options)
+    if end := "".join(options.get("special", ())):
+        tokenizer.chat_template = tokenizer.chat_template.replace("</s>", end)
+    encoder = PromptEncoder(tokenizer)
+    for names, has_end in (((" good", " good thing", " bad"), True), ((" good", " bad"), False)):
+        (row,) = encoder.encode([Row("row-1", "Is it?", names[0], names)])
+        assert row.choices is not None
+        ending = (end or "</s>") if has_end else ""
+        answers = (name.lstrip() + ending for name in names)
+        assert [tokenizer.decode(ids).lstrip() for ids in row.choices.choice_ids] == [*answers]
+        assert not has_end or row.input_ids[row.num_context :] == row.choices.choice_ids[0]
+
+
 def test_chat_rows_go_through_the_template_with_one_start_token(byte_tokenizer: Callable[..., Any]) -> None:
     encoder = PromptEncoder(byte_tokenizer(adds_start=True, chat=True))
     text = encoder.render(EXAMPLE)
@@ -201,7 +218,7 @@ def test_padding_needs_no_embedding_of_its_own(byte_tokenizer: Callable[..., Any
 
 def test_long_rows_are_refused_in_one_line_with_counts(byte_tokenizer: Callable[..., Any]) -> None:
     encoder = PromptEncoder(byte_tokenizer(), max_length=8)
-    for choices, longest in ((("c",), 12), (("c", "cccc"), 14)):
+    for choices, longest in ((("c",), 12), (("c", "cccc"), 15)):
         rows = [Row(f"row-{i}", "p" * i, "c", choices) for i in range(4, 11)]
         with pytest.raises(DataError, match=rf"8 tokens: \d rows? or more .*row-10, has {longest}\)"):
             encoder.encode(rows)

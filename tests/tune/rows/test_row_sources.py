@@ -13,7 +13,7 @@ import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 
 from frozencore.errors import ConfigError, DataError
 from frozencore.tune.rows.row_sources import named, read_source
@@ -41,6 +41,18 @@ def test_a_split_of_a_folder_is_its_rows_and_may_be_cut(folder: Path) -> None:
     assert read_source(f"{folder}:train") == ROWS
     assert read_source(f"{folder}:few:test") == ROWS[:2]
     assert read_source(f"{folder}:train[1:3]") == ROWS[1:3]
+
+
+def test_a_folder_that_datasets_saved_is_one_of_its_splits(folder: Path, tmp_path: Path) -> None:
+    whole = load_dataset(str(folder), "few", cache_dir=str(tmp_path / "cache"))
+    saved = {"rows": Dataset.from_list(ROWS), "both": whole, "part": whole["test"]}
+    for name, one in saved.items():
+        one.save_to_disk(tmp_path / name)
+    assert read_source(f"{tmp_path / 'rows'}:train") == read_source(f"{tmp_path / 'both'}:train") == ROWS
+    assert read_source(f"{tmp_path / 'rows'}:train[1:3]") == ROWS[1:3]
+    assert read_source(f"{tmp_path / 'part'}:test") == ROWS[:2]
+    with pytest.raises(DataError, match="could not be read from"):
+        read_source(f"{tmp_path / 'part'}:train")
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "csv.gz"])

@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ChoiceTokens:
-    """The tokens of a prompt and of each choice, without end token.
+    """The tokens of a prompt and of each choice, which have the end token only if one of them begins another.
 
     Attributes:
         labels: The choices as the row gives them, for predictions.

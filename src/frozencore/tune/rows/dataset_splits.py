@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,8 @@ from frozencore.tune.rows.tables import without_fillers
 
 _OF_A_FOLDER = ("name", "version", "description", "data_dir", "data_files", "sep")
 """Options of a data set that do not say how a cell is read."""
+STATE = "state.json"
+"""A file of ``Dataset.save_to_disk``, whose folders ``load_dataset`` refuses."""
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -84,6 +87,8 @@ def load_split(name: str, config: str | None, split: str, *, folder: Path | None
     place, cache = (name, None) if folder is None else (str(folder), cache_of(folder))
     try:
         with without_bars(), with_attributes(settings, HF_HUB_OFFLINE=offline):
+            if folder is not None and (folder / STATE).is_file():
+                return load_dataset("arrow", config, split=split, cache_dir=cache, data_files=_saved_files(folder))
             return load_dataset(place, config, split=split, cache_dir=cache)
     except Exception as error:  # datasets raises many kinds of errors, which are only reported
         where = "the hub or its cache" if folder is None else place
@@ -91,6 +96,12 @@ def load_split(name: str, config: str | None, split: str, *, folder: Path | None
         if in_cache:  # a home that cannot be written, or a full disk
             way_out = "Set HF_DATASETS_CACHE to a folder that can be written."
         raise DataError(f"{title} could not be read from {where}: {one_line(error, 200)} {way_out}") from error
+
+
+def _saved_files(folder: Path) -> dict[str, list[str]]:
+    """The files of a folder that ``Dataset.save_to_disk`` wrote, by the name of its split."""
+    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    return {state.get("_split") or "train": [str(folder / file["filename"]) for file in state["_data_files"]]}
 
 
 def cache_of(folder: Path) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 from frozencore.errors import DataError, ModelError, NoRowsError
@@ -260,10 +261,15 @@ class PromptEncoder:
             spans=tuple(inner),
             overlap=overlap,
             num_answer_spans=row.num_answer_spans if inner else 1,
-            choices=_choice_tokens(row, before, choices) if choices else None,
+            choices=_choice_tokens(row, before, choices, self._end_of(row)) if choices else None,
             system=row.system,
             changed=row.changed,
         )
+
+    def _end_of(self, row: RenderedRow) -> int:
+        """The token that ends the completion of a row."""
+        end = None if row.suffix is None else self._template.end
+        return self.eos_id if end is None else int(self.tokenizer.convert_tokens_to_ids(end))
 
     def _split(self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]) -> Iterator[SplitText]:
         """The tokens of each text, and its spans of characters as spans of the tokens that cover them."""
@@ -317,7 +323,7 @@ class PromptEncoder:
         return next((start for start in starts if start and ids[: len(start)] == start), [])
 
 
-def _choice_tokens(row: RenderedRow, before: list[int], choices: Sequence[SplitText]) -> ChoiceTokens:
+def _choice_tokens(row: RenderedRow, before: list[int], choices: Sequence[SplitText], end: int) -> ChoiceTokens:
     for choice, (ids, spans, _) in zip(row.choices, choices, strict=True):
         if spans[0][0] >= len(ids):
             raise _no_token(row.id, choice)
@@ -329,6 +335,9 @@ def _choice_tokens(row: RenderedRow, before: list[int], choices: Sequence[SplitT
             f"Row {row.id}: a choice is scored by its likelihood after the prompt, but no token of {row.context!r:.60} "
             "stands before all choices. Begin the choices with a space, or give a longer prompt."
         )
+    ordered = sorted(choice_ids)  # a choice stands right before those that it begins
+    if any(longer[: len(shorter)] == shorter for shorter, longer in pairwise(ordered)):
+        choice_ids = [[*ids, end] for ids in choice_ids]  # the longer one could never be the likelier one
     return ChoiceTokens(row.id, [*before, *common], choice_ids, labels=row.labels, right=row.right)
 
 
