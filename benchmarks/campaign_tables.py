@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -71,24 +71,32 @@ def scores_by_row(runs: Runs, key: str) -> list[Scored]:
     return [found for one in runs if (found := scored(one, key)) is not None]
 
 
-def differences(pairs: Iterable[tuple[Runs, Runs]], key: str) -> list[str]:
-    """Each pair's first minus second, with degrees of freedom; a star marks p < .05 after Holm over all pairs."""
-    found = adjusted([paired_difference(*(scores_by_row(runs, key) for runs in pair)) for pair in pairs])
+def differences(pairs: Iterable[tuple[Runs, Runs]], *keys: str) -> list[list[str]]:
+    """Each pair's first minus second, a column for each key, with degrees of freedom.
+
+    A star marks p < .05 after Holm over all pairs and columns.
+    """
+    pairs = list(pairs)
+    found = adjusted(
+        [paired_difference(*(scores_by_row(runs, key) for runs in pair)) for key in keys for pair in pairs]
+    )
     stars = ["" if one.holm is None or one.holm >= 0.05 else " *" for one in found]
-    return [
+    cells = [
         f"{one.mean:+.3f} ± {one.half:.3f}{star}" + ("" if one.freedom is None else f" [{one.freedom:.0f}]")
         for one, star in zip(found, stars, strict=True)
     ]
+    return [cells[column * len(pairs) : (column + 1) * len(pairs)] for column in range(len(keys))]
 
 
-def rows_of(methods: Mapping[str, Runs], reference: Runs, columns: Iterable[Column]) -> dict[str, list[str]]:
+def rows_of(methods: Mapping[str, Runs], reference: Runs, columns: Collection[Column]) -> dict[str, list[str]]:
     """The cells of each method; the reference has no difference from itself."""
     others = {name: runs for name, runs in methods.items() if runs is not reference}
+    keys = [column for column in columns if isinstance(column, str)]
+    less = iter(differences([(runs, reference) for runs in others.values()], *keys))
     rows: dict[str, list[str]] = {name: [] for name in methods}
     for column in columns:
         if isinstance(column, str):
-            less = differences([(runs, reference) for runs in others.values()], column)
-            cells = dict(zip(others, less, strict=True))
+            cells = dict(zip(others, next(less), strict=True))
         else:
             cells = {name: column(runs) for name, runs in methods.items()}
         for name, row in rows.items():
@@ -168,7 +176,7 @@ def at_equal_values(runs: Runs) -> str:
     found = grouped(runs, named)
     sides = ([f"{as_core(name)}: {values(found[name])}" for name in pair] for pair in EQUAL_VALUES)
     pairs = [(found[lora], found[core]) for core, lora in EQUAL_VALUES]
-    losses, rises = (differences(pairs, key) for key in ("held_out_loss", "forgotten"))
+    losses, rises = differences(pairs, "held_out_loss", "forgotten")
     rows = [[*pair, loss, rise] for pair, loss, rise in zip(sides, losses, rises, strict=True)]
     return table(["core: values", "LoRA: values", "held-out loss", "rise on other texts"], rows)
 
@@ -225,7 +233,7 @@ def outliers(runs: Runs) -> str:
     """Held-out losses of two constructors on a model whose channels are rescaled more and more, each at its best."""
     spreads = sorted(grouped(runs, lambda run: run.config.model.rpartition("-")[2]).items())
     both = [(grouped(of, named)["FCCA"], grouped(of, named)["RawGrad"]) for _, of in spreads]
-    less = differences([(rawgrad, fcca) for fcca, rawgrad in both], "held_out_loss")
+    (less,) = differences([(rawgrad, fcca) for fcca, rawgrad in both], "held_out_loss")
     rows = [
         [name, *(f"{loss(own)} at {rate(own)}" for own in of), apart]
         for (name, _), of, apart in zip(spreads, both, less, strict=True)

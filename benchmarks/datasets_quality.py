@@ -444,14 +444,16 @@ def arms_table(lines: Sequence[Record]) -> str:
         rows.append([NAMES[arm] + f", r = {rank}" * (rank > 0), str(count), shown])
     whole = [found for arm in arms if arm != LOWER and len(found := set(by_set(lines, arm, "loss"))) >= ENOUGH]
     common = set.intersection(*whole) if whole else set()
+    differences = {measure: [apart(lines, arm, FIRST, measure) for arm in arms] for measure in DIGITS}
+    tests = [
+        None if arm == FIRST else float(wilcoxon([*of.values()]).pvalue)
+        for measure in DIGITS
+        for arm, of in zip(arms, differences[measure], strict=True)
+    ]
+    adjusted = iter(holm(tests))
     for measure, digits in DIGITS.items():
-        differences = [apart(lines, arm, FIRST, measure) for arm in arms]
-        tests = [
-            None if arm == FIRST else float(wilcoxon([*of.values()]).pvalue)
-            for arm, of in zip(arms, differences, strict=True)
-        ]
-        for row, arm, of, p in zip(rows, arms, differences, holm(tests), strict=True):
-            values = by_set(lines, arm, measure)
+        for row, arm, of in zip(rows, arms, differences[measure], strict=True):
+            values, p = by_set(lines, arm, measure), next(adjusted)
             has_mean = common and common <= values.keys()
             row.append(f"{np.mean([values[name] for name in common]):.{digits}f}" if has_mean else "")
             row.append("" if p is None else in_words(of, digits) + " *" * (p < STAR))
