@@ -105,6 +105,23 @@ def test_a_router_is_no_target() -> None:
         get_peft_model(make("phimoe"), FrozenCoreConfig(target_modules=["router"]))
 
 
+def test_a_layer_of_two_blocks_is_no_target_but_a_block_in_two_places_is() -> None:
+    projection = nn.Linear(8, 8)
+    blocks = nn.ModuleDict({name: nn.ModuleDict({"proj": projection}) for name in ("enc", "dec")})
+    with pytest.raises(ModelError, match="'enc.proj' is 'dec.proj' too, and a core on it would act under the first"):
+        get_peft_model(blocks, FrozenCoreConfig(r=2, target_modules=["proj"], constructor="random"))
+    assert type(blocks["enc"]["proj"]) is nn.Linear
+    block = nn.Sequential(nn.Linear(8, 8))
+    twice = get_peft_model(
+        nn.Sequential(block, nn.Tanh(), block),
+        FrozenCoreConfig(r=2, target_modules=["0.0"], constructor="random", init_weights=False),
+    )
+    x = torch.randn(3, 8)
+    own = twice.get_base_model()[0][0]
+    assert torch.equal(twice(x), own(own(x).tanh()))
+    assert not torch.allclose(twice(x), own.get_base_layer()(own.get_base_layer()(x).tanh()))
+
+
 def test_a_layer_that_its_block_does_not_call_is_no_target() -> None:
     with pytest.raises(ModelError, match="MambaMixer computes with the weight of '.*mixer.dt_proj' .* no effect"):
         get_peft_model(make("mamba"), FrozenCoreConfig(constructor="random", target_modules=["dt_proj"]))

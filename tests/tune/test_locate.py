@@ -55,9 +55,7 @@ def test_a_name_that_is_no_word_or_too_long_for_a_disk_is_none_of_a_tenant(name:
 def test_a_file_to_score_is_no_tenant(names: tuple[str, ...], tmp_path: Path) -> None:
     for name in names:
         (tmp_path / f"{name}.jsonl").touch()
-    with pytest.raises(
-        ConfigError, match=r"is trained, but .*jsonl and .*jsonl look like parts of one data set"
-    ):
+    with pytest.raises(ConfigError, match=r"is trained, but .*jsonl and .*jsonl look like parts of one data set"):
         find_tenants(tmp_path)
     listed = tmp_path / "tenants.yaml"
     listed.write_text("".join(f"{name}: {name}.jsonl\n" for name in names))

@@ -24,7 +24,7 @@ from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
 from frozencore.adapter.layer import is_linear
-from frozencore.errors import ConfigError
+from frozencore.errors import ConfigError, ModelError
 from frozencore.text import nearest_name
 
 ALL_LINEAR = "all-linear"
@@ -307,6 +307,23 @@ def require_tokens(indices: Any, model: nn.Module) -> None:
                 )
             if is_named and name is None:
                 break
+
+
+def require_all_calls(model: nn.Module, layers: Mapping[str, BaseTunerLayer]) -> None:
+    """Refuse an adapted layer that the model has under another name too, where the adapter does not act.
+
+    Its moments would hold the calls under both names.
+    """
+    places: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(id(module), []).append(name)
+    for name, layer in layers.items():
+        if len(bases := places[id(layer.get_base_layer())]) > len(wrapped := places[id(layer)]):
+            other = next(place for place in bases if not any(place.startswith(f"{one}.") for one in wrapped))
+            raise ModelError(
+                f"The layer {name!r} is {other!r} too, and a core on it would act under the first name only. Leave it "
+                "out of target_modules."
+            )
 
 
 def warn_of_unmatched(config: Any, layers: Collection[str]) -> None:
