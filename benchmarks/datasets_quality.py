@@ -28,6 +28,8 @@ Set on 29 November, still before the first run, for a machine of two cores witho
 Set on 30 November, after 36 data sets: the difference of ``tuned`` from the shared basis is also shown apart for
 newcomers, whose rows made no shared basis, and for the other data sets.
 
+Set on 30 November, after all other cuts of twelve LoRAs: each cut alone at 4 bits too, as cores have them.
+
 Set on 29 November, after 24 data sets and before the runs of this arm: own bases were made of only 16 rows each, at one
 rate for all. The arm ``tuned`` is what ``frozencore tune`` gives: FCCA of all 96 training rows, and a core at the rate
 that the calibration measures for each data set, without a search. ``measured`` is a core on the shared FCCA basis at
@@ -122,8 +124,15 @@ CUTS = {
     "full cores": (16, 32, 64),
     "diagonal cores": (16, 64, 256),
     "cut alone": (1, 2, 4),
+    "cut alone, 4 bits": (1, 2),
 }
-QUICK_CUTS = {"full cores, 4 bits": (2,), "full cores": (2,), "diagonal cores": (3,), "cut alone": (1,)}
+QUICK_CUTS = {
+    "full cores, 4 bits": (2,),
+    "full cores": (2,),
+    "diagonal cores": (3,),
+    "cut alone": (1,),
+    "cut alone, 4 bits": (1,),
+}
 GROUP = 4
 """How many data sets train together in an arm before the next arm has them."""
 QUICK_ARMS: Sequence[tuple[str, int]] = [
@@ -229,6 +238,7 @@ class Datasets(Sharing):
         """The LoRAs of rank 16 as full or diagonal cores on one basis of all of them, and each cut alone."""
         rank, every = self.lora_rank, QUICK_CUTS if self.quick else CUTS
         jobs: list[Job] = [(name, rate) for name in names]
+        self.trained("lora", rank, jobs, seed)
         loras = {job[0]: self.update_of(self.file_of("lora", rank, seed, job)) for job in jobs}
         for arm, ranks in every.items():
             for other in (one for one in ranks if one <= rank * len(names)):  # so many directions they have in all
@@ -296,12 +306,21 @@ class Datasets(Sharing):
             self.stored(self.file_of(arm, rank, seed, (name, rate)), lambda model=model: values_of(model))
             yield model, (name, rate), about
 
+    def trained(self, arm: str, rank: int, jobs: Sequence[Job], seed: int = SEED) -> None:
+        """Train the adapters that the work folder lacks, as when another machine has measured them."""
+        missing = [
+            job for job in jobs if not (self.work / f"{self.file_of(arm, rank, seed, job)}.safetensors").exists()
+        ]
+        for _ in self.adapters(arm, rank, seed)(missing) if missing else ():
+            pass
+
     def file_of(self, arm: str, rank: int, seed: int, job: Job) -> str:
         """The name under which an adapter's values are stored."""
         return f"{arm}-{rank}-{seed}/{job[0]}-{job[1]:g}"
 
     def rounded(self, arm: str, rank: int, seed: int, bits: int, jobs: Sequence[Job]) -> Adapters:
         """Stored adapters at fewer bits: one scale a layer of a core, one a row of B's transpose and of A."""
+        self.trained(arm, rank, jobs, seed)
         stored = {job: self.stored(self.file_of(arm, rank, seed, job), dict) for job in jobs}
         with self.adapted(
             *(("lora", rank) if arm == "lora" else ("random", rank, 0, self.basis(arm, rank, seed)))
@@ -379,9 +398,11 @@ def on_diagonal_cores(updates: Sequence[tuple[Tensor, Tensor]], rank: int) -> Fa
     return [(U * sigma, V.mT.contiguous()) for sigma in sigmas], 4 * rank, U.numel() + V.numel()
 
 
-def alone(updates: Sequence[tuple[Tensor, Tensor]], rank: int) -> Factors:
+def alone(updates: Sequence[tuple[Tensor, Tensor]], rank: int, bits: int = 32) -> Factors:
     factors = [mean_of([update], rank) for update in updates]
-    return factors, 4 * (factors[0][0].numel() + factors[0][1].numel()), 0
+    if bits < 32:  # each column of the left factor and each row of the right one has a scale, as in a LoRA of few bits
+        factors = [(rounded(left.mT, bits).mT, rounded(right, bits)) for left, right in factors]
+    return factors, bytes_at(bits, sum(one.numel() for one in factors[0]), 2 * rank), 0
 
 
 CUTTERS = {
@@ -389,6 +410,7 @@ CUTTERS = {
     "full cores, 4 bits": partial(on_full_cores, bits=4),
     "diagonal cores": on_diagonal_cores,
     "cut alone": alone,
+    "cut alone, 4 bits": partial(alone, bits=4),
 }
 
 

@@ -78,14 +78,6 @@ class Tried(Datasets):
         for bits, ratio in LORAQUANT:
             self.measure(f"lora, {bits}@{ratio:g}", self.lora_rank, jobs, partial(self.loraquants, bits, ratio))
 
-    def trained(self, arm: str, rank: int, jobs: Sequence[Job]) -> None:
-        """Train the adapters that the work folder lacks."""
-        missing = [
-            job for job in jobs if not (self.work / f"{self.file_of(arm, rank, SEED, job)}.safetensors").exists()
-        ]
-        for _ in self.adapters(arm, rank, SEED)(missing) if missing else ():
-            pass
-
     def put_rounded(self, way: str, bits: int, jobs: Sequence[Job]) -> Adapters:
         """Stored cores, rounded in a way of :data:`WAYS`."""
         with self.adapted("random", self.rank, 0, self.basis("fcca", self.rank)) as model:
