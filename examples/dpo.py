@@ -38,7 +38,8 @@ def main() -> None:
     )
     if not options.adapter:
         # A core of zeros is the reference itself: every margin is 0, and the gradient is that of DPO's first step.
-        calibrate(trainer.model, trainer.get_train_dataloader(), num_examples=128, loss_fn=trainer.compute_loss)
+        # 256 texts are 128 pairs.
+        calibrate(trainer.model, trainer.get_train_dataloader(), num_examples=256, loss_fn=trainer.compute_loss)
     trainer.train()
     trainer.model.save_pretrained(options.output / "adapter", selected_adapters=["default"])
 

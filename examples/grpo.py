@@ -45,6 +45,7 @@ def main() -> None:
         with trainer.model.disable_adapter():  # which has no bases yet: the policy is the base model
             rollouts = [trainer._generate_and_score_completions(batch) for batch in prompts]
         calibrate(trainer.model, rollouts, loss_fn=trainer.compute_loss)
+        trainer._metrics["train"].clear()  # those of these rollouts, which the first log would hold
     trainer.train()
     trainer.model.save_pretrained(options.output / "adapter")
 

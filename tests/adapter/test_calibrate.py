@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import DataCollatorWithFlattening
 
@@ -132,16 +132,40 @@ def test_calibration_looks_at_the_base_model_whatever_adapters_are_active() -> N
     assert torch.equal(cores_of(model)[0].core("default"), core)
 
 
-def test_calibration_looks_at_the_base_model_under_trained_modules_to_save() -> None:
-    def made(head: float) -> dict[str, bytes]:
-        model = adapted("fcca", model=tiny_qwen2(tie_word_embeddings=False), modules_to_save=["lm_head"])
+def test_calibration_and_rate_see_the_trained_modules_to_save_and_not_the_core() -> None:
+    def made(*, of_adapter: bool) -> tuple[dict[str, bytes], float | None]:
+        base = tiny_qwen2(tie_word_embeddings=False)
+        model = adapted("fcca", model=base, modules_to_save=["lm_head"], trained=True)
+        head = model.base_model.model.lm_head
         with torch.no_grad():
-            model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(head)
-        calibrate(model, BATCHES, progress=False)
-        assert model.base_model.model.lm_head.disable_adapters is False
-        return bases(model)
+            for weight in (
+                head.modules_to_save["default"].weight,
+                *([] if of_adapter else [head.original_module.weight]),
+            ):
+                weight.mul_(-3.0)
+        found = calibrate(model, BATCHES, progress=False, reset=True)
+        assert head.disable_adapters is False
+        return bases(model), found.learning_rate
 
-    assert made(1.0) == made(-3.0)
+    assert made(of_adapter=True) == made(of_adapter=False)
+    assert made(of_adapter=True)[0] != bases(adapted("fcca", model=tiny_qwen2(tie_word_embeddings=False)))
+
+
+def test_calibration_leaves_the_metrics_of_a_trainer_as_they_were() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self._metrics = {"train": {"margin": [1.0]}, "eval": {}}
+
+        def compute_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+            loss: torch.Tensor = model(**batch).loss
+            self._metrics["train"]["margin"].append(float(loss))
+            self._metrics["eval"].setdefault("margin", []).append(float(loss))
+            return loss
+
+    trainer = Trainer()
+    plain = adapted("fcca", calibrated=False)
+    calibrate(plain, BATCHES, loss_fn=trainer.compute_loss, progress=False)
+    assert trainer._metrics == {"train": {"margin": [1.0]}, "eval": {}}
 
 
 @pytest.mark.parametrize("constructor", few(CONSTRUCTORS, "fcca"))

@@ -167,6 +167,7 @@ def test_a_name_that_no_adapted_layer_has_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         adapted("random", target_modules=["q_proj", "model.layers.1.self_attn.v_proj"])
+        adapted("random", target_modules="all-linear", exclude_modules=["down_proj"])
 
 
 def test_an_adapter_that_shares_a_basis_keeps_what_its_calibration_found() -> None:

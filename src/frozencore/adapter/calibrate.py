@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from frozencore.distributed import all_gather, check_same_call, raise_on_any_ran
 from frozencore.errors import CalibrationError, ModelError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import LayerMoments
+from frozencore.quiet import with_attributes
 from frozencore.text import Progress
 
 
@@ -57,6 +59,7 @@ def calibrate(
         collator: Makes a batch from a list of rows, as in ``Trainer``.
         batch_size: Rows in a batch that the collator makes; 8 by default.
         num_examples: Stop after this number of examples, also of packed rows; required for endless data and streams.
+            With a ``loss_fn``, which may compare rows, the last batch stays whole; a pair of DPO is two examples.
         options: Options of the pass, see :class:`frozencore.calibration.calibration_options.CalibrationOptions`.
         moments: Moments collected before, by layer name, in place of those of ``data``.
         loss_fn: ``loss_fn(model, batch) -> loss`` instead of the model's loss: one number, the mean over the
@@ -64,7 +67,7 @@ def calibrate(
             it). A batch is then any dictionary, list or tuple with tensors in it.
         reset: Allow a new basis under a core that has been trained (the core is lost).
         learning_rate: Propose a learning rate too, from the gradients of some examples with labels, one by one
-            (:mod:`frozencore.adapter.learning_rate`).
+            (:mod:`frozencore.adapter.learning_rate`). Under a new head it is too large.
         progress: True shows a bar, False nothing; a function is called with ``(stage, done, total, note="")``.
 
     In a decoder-only language model every token counts that is not padding. In all other models, and with a
@@ -108,7 +111,8 @@ def calibrate(
         )
         for name, layer in layers.items()
     }
-    with only_adapter(model, None), _reporting(progress) as report:
+    modules_alone = only_adapter(model, adapter.name, with_cores=False)
+    with modules_alone, _metrics_kept(loss_fn), _reporting(progress) as report:
         bases, calibration = calibrate_layers(
             model, targets, config.constructor, batches=batches, moments=moments, options=options, loss_fn=loss_fn,
             progress=report,
@@ -118,7 +122,7 @@ def calibrate(
     has_loss = bool(batches) and (loss_fn is not None or all(has_labels(model, batch) for batch in batches))
     if learning_rate and all(all_gather(has_loss)):  # constructors that read no errors need no labels
         # a layer may pass no gradient: this basis needed none, and training will refuse it
-        with suppress(ModelError), _reporting(progress) as report:
+        with suppress(ModelError), _metrics_kept(loss_fn), _reporting(progress) as report:
             rate = proposed_learning_rate(
                 model, layers, adapter.name, batches, bases=bases, loss_fn=loss_fn, progress=report
             )
@@ -150,6 +154,14 @@ def _warn_of_weak_layers(bases: Mapping[str, LayerBasis], layers: Mapping[str, F
                 f"{len(names)} of {len(bases)} layers {what} (first: {names[0]}).{way_out if is_half else ''}",
                 stacklevel=3,
             )
+
+
+def _metrics_kept(loss_fn: LossFn | None) -> AbstractContextManager[None]:
+    """Keep the metrics that a trainer of TRL has gathered for its next log, if this is its loss, which adds to them."""
+    trainer: Any = getattr(loss_fn, "__self__", None)
+    if not hasattr(trainer, "_metrics"):
+        return nullcontext()
+    return with_attributes(trainer, _metrics=copy.deepcopy(trainer._metrics))
 
 
 @contextmanager

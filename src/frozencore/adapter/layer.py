@@ -482,15 +482,14 @@ def is_linear(module: nn.Module) -> bool:
 
 
 @contextmanager
-def only_adapter(model: nn.Module, adapter_name: str | None) -> Iterator[None]:
-    """Compute with one adapter and the modules that it trains inside, or with the plain base model (None)."""
-    active = {} if adapter_name is None else {"_active_adapter": [adapter_name]}
+def only_adapter(model: nn.Module, adapter_name: str, *, with_cores: bool = True) -> Iterator[None]:
+    """Compute with one adapter and the modules that it trains inside; with_cores=False leaves out its cores."""
     with ExitStack() as undo:
         for module in model.modules():
             if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-                is_tuner = isinstance(module, BaseTunerLayer)
-                is_off = adapter_name is None or (is_tuner and adapter_name not in module._get_available_adapters())
-                undo.enter_context(with_attributes(module, _disable_adapters=is_off, **active))
+                is_off = isinstance(module, BaseTunerLayer) and adapter_name not in module._get_available_adapters()
+                is_off |= isinstance(module, FrozenCoreLinear) and not with_cores
+                undo.enter_context(with_attributes(module, _disable_adapters=is_off, _active_adapter=[adapter_name]))
         yield
 
 

@@ -328,9 +328,7 @@ def require_all_calls(model: nn.Module, layers: Mapping[str, BaseTunerLayer]) ->
 
 def warn_of_unmatched(config: Any, layers: Collection[str]) -> None:
     """Warn of names among several targets that no adapted layer has."""
-    if not isinstance(config.target_modules, str) and (
-        unused := sorted(one for one in config.target_modules if not any(is_end_of(one, layer) for layer in layers))
-    ):
+    if unused := sorted(one for one in config.target_modules if not any(is_end_of(one, layer) for layer in layers)):
         warnings.warn(f"No adapted layer is called {', '.join(unused)} (target_modules).", stacklevel=4)
 
 

@@ -182,7 +182,8 @@ def batches_from(
 def take_examples(batches: Iterable[Batch], num_examples: int | None, *, any_form: bool = False) -> Iterable[Batch]:
     """Yield batches until ``num_examples`` are reached; the last batch is cut, packed rows too. None yields all.
 
-    A batch is whole if one of its tensors has another number of rows (patches of images): which to cut is unknown.
+    A batch stays whole if it may have ``any_form``, because a user's loss may compare its rows, as DPO's does; and if
+    one of its tensors has another number of rows (patches of images): which to cut is unknown.
     """
     if num_examples is not None and num_examples < 1:
         raise ConfigError(f"The number of calibration examples must be at least 1, but {num_examples} was given.")
@@ -190,7 +191,7 @@ def take_examples(batches: Iterable[Batch], num_examples: int | None, *, any_for
     for index, batch in enumerate(batches):
         require_batch(batch, index, any_form=any_form)
         count = num_examples_of(batch)
-        yield from [batch] if left is None or left >= count else _first_examples(batch, left)
+        yield from [batch] if left is None or left >= count or any_form else _first_examples(batch, left)
         if left is not None and (left := left - count) <= 0:  # stop before the loader makes a batch that is not needed
             return
 

@@ -82,7 +82,9 @@ def inspect(
     basis = report.basis
     if as_json:
         layers = {name: asdict(layer) for name, layer in report.layers.items()}
-        shown = {"basis": basis.id, "bits": report.bits, "layers": layers}
+        shown = {
+            "basis": basis.id, "coordinates": basis.options["coordinates"], "bits": report.bits, "layers": layers,
+        }  # fmt: skip
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
         return
     if inside:

@@ -50,7 +50,7 @@ class BasisOptions:
         "equally long for all constructors (orthonormal without moments); qr: orthonormal, as in the paper; raw and "
         "scaled_raw: for ablations.",
     ] = "fisher"
-    svd_method: Annotated[SvdMethod, "How truncated SVDs are computed."] = "auto"
+    svd_method: Annotated[SvdMethod, "How FCCA, RawGrad, SignGrad and LoRA-XS compute truncated SVDs."] = "auto"
     seed: Annotated[int, "Seed of random directions."] = 0
 
     def __post_init__(self) -> None:

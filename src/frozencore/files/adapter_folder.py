@@ -52,6 +52,8 @@ def missing(directory: Path, name: str) -> str:
             f"Weights are read from {WEIGHTS_FILE}, but {directory} holds {PICKLE_FILE}: a pickle can run code and is "
             "never opened. Ask for the adapter as safetensors."
         )
+    if not directory.is_dir():
+        return f"An adapter is a folder, but {directory} {'is a file' if directory.exists() else 'does not exist'}."
     return (
         f"An adapter folder holds {CONFIG_FILE} and {WEIGHTS_FILE}, but {directory} has no {name}. "
         "Point at the folder that save_pretrained or `frozencore tune` wrote."

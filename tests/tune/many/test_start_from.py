@@ -91,7 +91,7 @@ def _changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path],
     [
         (_renamed, f"has a core on the basis {'0' * 32}, but the model has [0-9a-f]{{32}}"),
         (_changed(lambda values: values * torch.nan), "NaN or Inf"),
-        (lambda out: out / "none", "has no adapter_config.json"),
+        (lambda out: out / "none", "none does not exist"),
         (lambda out: out, "has no adapter_config.json"),
         (lambda out: out / "basis", "has no adapter_model.safetensors"),
     ],
