@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import DataCollatorWithFlattening
+from transformers import DataCollatorWithFlattening, Qwen2ForSequenceClassification
 
 import references as ref
 from fixtures import few
@@ -149,6 +150,18 @@ def test_calibration_and_rate_see_the_trained_modules_to_save_and_not_the_core()
 
     assert made(of_adapter=True) == made(of_adapter=False)
     assert made(of_adapter=True)[0] != bases(adapted("fcca", model=tiny_qwen2(tie_word_embeddings=False)))
+
+
+def test_a_rate_that_is_measured_under_a_new_head_comes_with_a_warning() -> None:
+    base = Qwen2ForSequenceClassification(tiny_qwen2().config)
+    base.config.pad_token_id = 0
+    model = get_peft_model(base, FrozenCoreConfig(r=2, task_type="SEQ_CLS"))
+    batches = [{**batch, "labels": torch.arange(len(batch["input_ids"])) % 2} for batch in BATCHES]
+    with pytest.warns(UserWarning, match="was measured under a head; .* it is too large. Give a rate, such as 5e-3"):
+        assert calibrate(model, batches, progress=False).learning_rate
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        calibrate(model, batches, progress=False, learning_rate=False)
 
 
 def test_calibration_leaves_the_metrics_of_a_trainer_as_they_were() -> None:

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from frozencore.adapter.bases import adapter_for_new_bases, put_layers
 from frozencore.adapter.layer import FrozenCoreLinear, only_adapter
 from frozencore.adapter.learning_rate import proposed_learning_rate
+from frozencore.adapter.state_dict import HEADS
 from frozencore.calibration.batches import Batch, Collator, batches_from, require_examples_apart
 from frozencore.calibration.calibrate import Calibration, Target, calibrate_layers
 from frozencore.calibration.calibration_options import BATCH_SIZE, CalibrationOptions
@@ -130,6 +131,12 @@ def calibrate(
     config.calibration_tokens = max(layer.num_tokens for layer in calibration.layers.values()) or None
     config.learning_rate = rate
     _warn_of_weak_layers(bases, layers)
+    if rate is not None and str(config.task_type) in HEADS:
+        warnings.warn(
+            f"The learning rate ({rate:.2g}) was measured under a head; until a new head has learned, it is too large. "
+            "Give a rate, such as 5e-3.",
+            stacklevel=2,
+        )
     return replace(calibration, learning_rate=rate)
 
 
