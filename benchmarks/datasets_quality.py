@@ -25,16 +25,16 @@ Set on 29 November, still before the first run, for a machine of two cores witho
 - ``--first N`` measures the N data sets with the shortest training rows, so that each arm has the same ones.
 - Before the runs of ranks 8 and 32: cores of these train at the rate that rank 16 found.
 
-Set on 30 November, after 36 data sets: the difference of ``tuned`` from the shared basis is also shown apart for
-newcomers, whose rows made no shared basis, and for the other data sets.
-
-Set on 30 November, after all other cuts of twelve LoRAs: each cut alone at 4 bits too, as cores have them.
-
 Set on 29 November, after 24 data sets and before the runs of this arm: own bases were made of only 16 rows each, at one
 rate for all. The arm ``tuned`` is what ``frozencore tune`` gives: FCCA of all 96 training rows, and a core at the rate
 that the calibration measures for each data set, without a search. ``measured`` is a core on the shared FCCA basis at
 the rate that is measured on it for each data set. Its runs were set when the first 13 of ``tuned`` had been seen to be
 better than the shared basis at one rate.
+
+Set on 30 November, after 36 data sets: the difference of ``tuned`` from the shared basis is also shown apart for
+newcomers, whose rows made no shared basis, and for the other data sets.
+
+Set on 30 November, after all other cuts of twelve LoRAs: each cut alone at 4 bits too, as cores have them.
 """
 
 from __future__ import annotations
@@ -93,16 +93,30 @@ LOWER = ("own, at 0.02", 16)
 """Own bases at the rate of the shared one, half of the one found for them."""
 BITS = (8, 4, 3, 2, 1)
 TUNED, FIRST = ("tuned", 16), ("fcca", 16)
+
+
+def every(_: str) -> bool:
+    return True
+
+
+def is_newcomer(name: str) -> bool:
+    return name in NEWCOMERS
+
+
+def is_calibrated(name: str) -> bool:
+    return name not in NEWCOMERS
+
+
 DIFFERENCES: Sequence[tuple[str, tuple[str, int], tuple[str, int], Callable[[str], bool]]] = [
-    ("own basis (of 16 rows) minus shared FCCA", ("own", 16), FIRST, bool),
-    ("shared FCCA minus LoRA, r = 1", FIRST, ("lora", 1), bool),
-    ("shared FCCA minus shared Random", FIRST, ("random", 16), bool),
-    ("later: own basis as of tune minus shared FCCA", TUNED, FIRST, bool),
-    ("later: the same, newcomers to the shared basis", TUNED, FIRST, lambda name: name in NEWCOMERS),
-    ("later: the same, those whose rows made it too", TUNED, FIRST, lambda name: name not in NEWCOMERS),
-    ("later: own basis minus shared FCCA, both at measured rates", TUNED, ("measured", 16), bool),
-    ("later: own basis as of tune minus LoRA, r = 16", TUNED, ("lora", 16), bool),
-    ("later: shared FCCA, r = 32, minus LoRA, r = 1", ("fcca", 32), ("lora", 1), bool),
+    ("own basis (of 16 rows) minus shared FCCA", ("own", 16), FIRST, every),
+    ("shared FCCA minus LoRA, r = 1", FIRST, ("lora", 1), every),
+    ("shared FCCA minus shared Random", FIRST, ("random", 16), every),
+    ("later: own basis as of tune minus shared FCCA", TUNED, FIRST, every),
+    ("later: the same, newcomers to the shared basis", TUNED, FIRST, is_newcomer),
+    ("later: the same, those whose rows made it too", TUNED, FIRST, is_calibrated),
+    ("later: own basis minus shared FCCA, both at measured rates", TUNED, ("measured", 16), every),
+    ("later: own basis as of tune minus LoRA, r = 16", TUNED, ("lora", 16), every),
+    ("later: shared FCCA, r = 32, minus LoRA, r = 1", ("fcca", 32), ("lora", 1), every),
 ]
 """The three that were set before the runs, then later ones: two arms, and the data sets that count."""
 EQUAL = {"loss": 0.03, "exact": 2.0}
@@ -127,12 +141,9 @@ CUTS = {
     "cut alone, 4 bits": (1, 2),
 }
 QUICK_CUTS = {
-    "full cores, 4 bits": (2,),
-    "full cores": (2,),
-    "diagonal cores": (3,),
-    "cut alone": (1,),
+    "full cores, 4 bits": (2,), "full cores": (2,), "diagonal cores": (3,), "cut alone": (1,),
     "cut alone, 4 bits": (1,),
-}
+}  # fmt: skip
 GROUP = 4
 """How many data sets train together in an arm before the next arm has them."""
 QUICK_ARMS: Sequence[tuple[str, int]] = [
@@ -153,7 +164,7 @@ def tenants_of(root: Path) -> dict[str, Tenant]:
         name = file.name.removesuffix(".train.jsonl")
         rows = {"train": rows_of(file), "held-out": rows_of(file.with_name(f"{name}.eval.jsonl"))}
         rows |= {"validation": rows["train"][TRAIN : TRAIN + VALIDATION], "train": rows["train"][:TRAIN]}
-        plan = TenantPlan(name, TRAIN, name, calibrated=name not in NEWCOMERS)
+        plan = TenantPlan(name, TRAIN, name, calibrated=is_calibrated(name))
         found[name] = Tenant(plan, rows)
     return found
 

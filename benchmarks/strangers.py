@@ -45,15 +45,9 @@ def table_of(found: dict[str, Any]) -> str:
         kept = [f"{line[name]:.1%}" for name in ("kept", "kept_rounded", "kept_alone")]
         pays = "never" if line["pays_from"] is None else str(line["pays_from"])
         rows.append([line["base"], str(len(line["adapters"])), str(line["rank"]), *kept, *sizes, pays])
-    heads = [
-        "base model",
-        "adapters",
-        "rank",
-        "kept",
-        f"kept, {BITS} bits",
-        f"cut alone, float32, to the bytes at {BITS} bits",
-    ]
-    return table([*heads, "MB before", f"MB at {BITS} bits", "pays from"], rows)
+    heads = ["base model", "adapters", "rank", "kept", f"kept, {BITS} bits"]
+    sizes = ["MB before", f"MB at {BITS} bits", "pays from"]
+    return table([*heads, f"cut alone, float32, to the bytes at {BITS} bits", *sizes], rows)
 
 
 def quick_adapters(folder: Path) -> None:

@@ -135,6 +135,7 @@ BEFORE_TORCH = {
     f"export run --base ./none {X}": "no such folder",
     f"export run --to merged --base ./none {X}": "there is no such folder",
     f"export run --to tenant --rank 2 {X}": "--rank is for --to lora, but --to tenant",
+    f"export run --to merged --rank 0 {X}": "--rank is for --to lora, but --to merged",
     f"export run --with-code {X}": "--with-code is for --to basis-model, but --to lora",
     f"export run --bits 4 {X}": "--to lora takes no --bits",
     f"export run --to onnx --bits 2 {X}": "--to onnx takes --bits 8, 4, but --bits 2 was given",

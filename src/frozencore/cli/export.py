@@ -90,9 +90,12 @@ def export(
     if to not in FORMS:
         raise ConfigError(unknown_name("export", to, FORMS))
     form = FORMS[to]
-    flags = {"base": base, "dtype": dtype != "auto", "overwrite": overwrite, "rank": rank, "with-code": with_code}
-    for name, given in flags.items():
-        if given not in (None, False) and name not in form.reads:
+    is_given = {
+        "base": base is not None, "dtype": dtype != "auto", "overwrite": overwrite, "rank": rank is not None,
+        "with-code": with_code,
+    }  # fmt: skip
+    for name in is_given:
+        if is_given[name] and name not in form.reads:
             readers = ", ".join(other for other, each in FORMS.items() if name in each.reads)
             raise ConfigError(f"--{name} is for --to {readers}, but --to {to} was given: leave one of them out.")
     if bits not in form.bits:

@@ -167,11 +167,8 @@ def to_rank(adapter: ExportSource, rank: int | None) -> tuple[ExportSource, int,
         layers[name], cores[name], S = best_of_rank(basis, adapter.cores[name], rank)
         squares = (S * basis.scale).square()
         kept, lost = kept + float(squares[:rank].sum()), lost + float(squares[rank:].sum())
-    return (
-        replace(adapter, layers=layers, core=Core.of(adapter.basis_id, cores)),
-        rank,
-        (lost / (kept + lost)) ** 0.5 if lost else 0.0,
-    )
+    cut = replace(adapter, layers=layers, core=Core.of(adapter.basis_id, cores))
+    return cut, rank, (lost / (kept + lost)) ** 0.5 if lost else 0.0
 
 
 def best_of_rank(basis: LayerBasis, R: Tensor, rank: int) -> tuple[LayerBasis, Tensor, Tensor]:
