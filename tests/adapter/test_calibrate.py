@@ -152,10 +152,11 @@ def test_calibration_and_rate_see_the_trained_modules_to_save_and_not_the_core()
     assert made(of_adapter=True)[0] != bases(adapted("fcca", model=tiny_qwen2(tie_word_embeddings=False)))
 
 
-def test_a_rate_that_is_measured_under_a_new_head_comes_with_a_warning() -> None:
+@pytest.mark.parametrize("head", [{"task_type": "SEQ_CLS"}, {"modules_to_save": ["score"]}])
+def test_a_rate_that_is_measured_under_a_new_head_comes_with_a_warning(head: dict[str, Any]) -> None:
     base = Qwen2ForSequenceClassification(tiny_qwen2().config)
     base.config.pad_token_id = 0
-    model = get_peft_model(base, FrozenCoreConfig(r=2, task_type="SEQ_CLS"))
+    model = get_peft_model(base, FrozenCoreConfig(r=2, **head))
     batches = [{**batch, "labels": torch.arange(len(batch["input_ids"])) % 2} for batch in BATCHES]
     with pytest.warns(UserWarning, match="was measured under a head; .* it is too large. Give a rate, such as 5e-3"):
         assert calibrate(model, batches, progress=False).learning_rate

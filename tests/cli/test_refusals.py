@@ -85,7 +85,7 @@ BEFORE_TORCH = {
     f"tune {M} --data rows.jsonl --eval-data none.jsonl {X}": "--eval-data: there is no file none.jsonl",
     f"tune --model pocket --task sst2 --eval-data rows.jsonl {X}": "--eval-data is for your own rows",
     f"tune {P} --data-root none {X}": "there is no folder none",
-    f"tune {P} --basis none {X}": "A basis is a folder with basis.json .* none has no basis.json",
+    f"tune {P} --basis none {X}": "A basis is a folder with basis.json .* none is no folder. Point at one",
     f"tune {P} --out gone": "gone is not a writable folder",
     "merge run --out gone/sum": "gone is not a writable folder",
     f"tune {P} --out run": "already holds a finished run",

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from frozencore.adapter.bases import adapter_for_new_bases, put_layers
-from frozencore.adapter.layer import FrozenCoreLinear, only_adapter
+from frozencore.adapter.core_layers import only_adapter
+from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.adapter.learning_rate import proposed_learning_rate
 from frozencore.adapter.state_dict import HEADS
 from frozencore.calibration.batches import Batch, Collator, batches_from, require_examples_apart
@@ -131,7 +133,7 @@ def calibrate(
     config.calibration_tokens = max(layer.num_tokens for layer in calibration.layers.values()) or None
     config.learning_rate = rate
     _warn_of_weak_layers(bases, layers)
-    if rate is not None and str(config.task_type) in HEADS:
+    if rate is not None and {*chain(*HEADS.values())} & {*(config.modules_to_save or ())}:
         warnings.warn(
             f"The learning rate ({rate:.2g}) was measured under a head; until a new head has learned, it is too large. "
             "Give a rate, such as 5e-3.",

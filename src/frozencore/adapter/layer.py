@@ -12,8 +12,7 @@ For the backward pass autograd keeps z, r values a token in the dtype of R.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
@@ -21,12 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import align_module_device
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
-from peft.utils import (
-    AuxiliaryTrainingWrapper,
-    TrainableTokensWrapper,
-    quantization_extra_repr,
-    resolve_quantization_backend,
-)
+from peft.utils import TrainableTokensWrapper, quantization_extra_repr, resolve_quantization_backend
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -37,7 +31,6 @@ from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.device import execution_device
 from frozencore.errors import ModelError
 from frozencore.maths.basis import LayerBasis, known_basis
-from frozencore.quiet import with_attributes
 
 PREFIX = "frozencore_"
 """The prefix of the names of our tensors, after the name of their layer."""
@@ -479,26 +472,3 @@ def is_linear(module: nn.Module) -> bool:
     """
     quantised = isinstance(getattr(module, "in_features", None), int) and hasattr(module, "out_features")
     return isinstance(module, nn.Linear | Conv1D) or (quantised and not isinstance(module, BaseTunerLayer))
-
-
-@contextmanager
-def only_adapter(model: nn.Module, adapter_name: str, *, with_cores: bool = True) -> Iterator[None]:
-    """Compute with one adapter and the modules that it trains inside; with_cores=False leaves out its cores."""
-    with ExitStack() as undo:
-        for module in model.modules():
-            if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-                is_off = isinstance(module, BaseTunerLayer) and adapter_name not in module._get_available_adapters()
-                is_off |= isinstance(module, FrozenCoreLinear) and not with_cores
-                undo.enter_context(with_attributes(module, _disable_adapters=is_off, _active_adapter=[adapter_name]))
-        yield
-
-
-def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenCoreLinear]:
-    """The layers that have an adapter, by their name in the base model."""
-    layers = (module for module in model.modules() if isinstance(module, FrozenCoreLinear))
-    return {layer.name: layer for layer in layers if adapter_name in layer.frozencore_R}
-
-
-def base_samples_of(layers: Mapping[str, FrozenCoreLinear]) -> dict[str, Tensor | None]:
-    """Some values of the base model's weights by layer name."""
-    return {name: layer.base_samples for name, layer in layers.items()}

@@ -11,7 +11,8 @@ from frozencore.adapter.base_record import record_base, require_same_weights
 from frozencore.adapter.basis import Basis, require_same_id
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
 from frozencore.adapter.core import Core
-from frozencore.adapter.layer import FrozenCoreLinear, base_samples_of, frozen_core_layers
+from frozencore.adapter.core_layers import frozen_core_layers
+from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.maths.basis import LayerBasis
 
 
@@ -87,14 +88,19 @@ class LoadedAdapter:
         return self.config.make_basis(self.bases, base=self.base_record, calibrated_on=calibrated_on)
 
     @property
+    def base_samples(self) -> dict[str, Tensor | None]:
+        """Some values of the base model's weights by layer name."""
+        return {name: layer.base_samples for name, layer in self.layers.items()}
+
+    @property
     def base_record(self) -> dict[str, str] | None:
         """The record of the base model as it is now."""
-        return record_base(base_samples_of(self.layers))
+        return record_base(self.base_samples)
 
     def require_same_base(self, origin: str, recorded: Mapping[str, str] | None) -> None:
         """Refuse a base model whose weights differ from the record, unless the configuration allows it."""
         if recorded is not None and not self.config.allow_other_base:
-            require_same_weights(origin, recorded, base_samples_of(self.layers))
+            require_same_weights(origin, recorded, self.base_samples)
 
     def require_basis(self, basis_id: str) -> None:
         """Refuse an adapter that was given another basis since cores were prepared for it, or that was deleted."""

@@ -113,10 +113,8 @@ def require_header(folder: Path) -> None:
             if is_folder(inside)
             else "Point at one that save_basis or `frozencore calibrate` wrote, or at a hub id."
         )
-        raise ArtifactError(
-            f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {str(folder)[:300]} has no {HEADER_FILE}. "
-            f"{way_out}"
-        )
+        came = f"{str(folder)[:300]} {f'has no {HEADER_FILE}' if is_folder(folder) else 'is no folder'}"
+        raise ArtifactError(f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {came}. {way_out}")
 
 
 def is_folder(place: str | Path) -> bool:
