@@ -104,16 +104,20 @@ def client_app(model: str, basis: str, data: Path) -> ClientApp:
 
 
 def server_app(
-    model: str, basis: str, output: Path, *, rounds: int, share: float, rate: float, batch_size: int
+    model: str, basis: str, output: Path, *, clients: int, rounds: int, share: float, rate: float, batch_size: int
 ) -> ServerApp:
-    """The server: rounds of Flower's FedAvg from the zero core; the average is saved as an adapter of cores alone."""
+    """The server: rounds of Flower's FedAvg from the zero core; the average is saved as an adapter of cores alone.
+
+    Args:
+        clients: So many must be there before a round begins.
+    """
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         adapted, _ = on_basis(model, basis)
         start = ArrayRecord(get_peft_model_state_dict(adapted))
-        strategy = FedAvg(fraction_train=share, fraction_evaluate=0.0)
+        strategy = FedAvg(fraction_train=share, fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=clients)
         settings = ConfigRecord(
             {"basis": adapted.peft_config["default"].basis_id, "rate": rate, "batch-size": batch_size}
         )
@@ -131,21 +135,29 @@ def server_app(
 def main() -> None:
     options = parse()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    for file in options.data.glob("*.jsonl"):  # a wrong file is found before the first round
+    files = list(options.data.glob("*.jsonl"))
+    for file in files:  # a wrong file is found before the first round
         rows_of(file, tokenizer)
     shared = {"model": options.model, "basis": str(options.basis)}
     run_simulation(
         server_app(
-            **shared, output=options.output, rounds=options.rounds, share=options.share, rate=options.learning_rate,
-            batch_size=options.batch_size,
+            **shared, output=options.output, clients=len(files), rounds=options.rounds, share=options.share,
+            rate=options.learning_rate, batch_size=options.batch_size,
         ),
         client_app(**shared, data=options.data),
-        num_supernodes=len(list(options.data.glob("*.jsonl"))),
+        num_supernodes=len(files),
         backend_config={
             "init_args": {"num_cpus": options.at_once, "object_store_memory": 2**28},
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         },
     )  # fmt: skip
+
+
+def share_of_clients(text: str) -> float:
+    """A share, for argparse."""
+    if not 0 < (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, but is {text}")
+    return value
 
 
 def parse() -> argparse.Namespace:
@@ -155,11 +167,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="Folder with a file of rows for each client.")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--share", type=float, default=1.0, help="The share of the clients that train in a round.")
+    parser.add_argument(
+        "--share",
+        type=share_of_clients,
+        default=1.0,
+        help="The share of the clients that train in a round, rounded down.",
+    )
     parser.add_argument("--learning-rate", type=float, default=1e-2)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--at-once", type=int, default=1, help="Clients that train at a time; each loads the model.")
     options = parser.parse_args()
+    if not any(options.data.glob("*.jsonl")):
+        parser.error(f"--data is a folder with a file NAME.jsonl for each client, but {options.data} has none")
     options.basis, options.data, options.output = (
         path.resolve() for path in (options.basis, options.data, options.output)
     )

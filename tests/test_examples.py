@@ -245,6 +245,35 @@ def test_a_core_learns_from_private_rows_within_the_budget_that_it_prints(
         assert after > 2 * next_token_shares(model, tokenizer, "Tom has 30 cats .")[token]
 
 
+def test_no_step_is_taken_beyond_those_for_which_the_noise_was_chosen(
+    run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Opacus chose the noise for 230 steps here, ran 231, and spent 8.006 of 8."""
+    pytest.importorskip("opacus")
+    rows = [{"prompt": f"Tom has {i} cats .{LINE}", "completion": " two cats"} for i in range(77)]
+    run("private.py", pocket_model_path(), rows, "--rows-a-step", "1", "--epochs", "3", "--epsilon", "8")
+    assert max(float(one) for one in re.findall(r"epsilon ([\d.]+) of 8 spent", capsys.readouterr().out)) <= 8
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["--epochs", "0"], "--epochs: must be 1 or more, but is 0"),
+        (["--epsilon", "nan"], "--epsilon: must be a finite number above zero, but is nan"),
+        (["--clip", "0"], "--clip: must be a finite number above zero, but is 0"),
+        (["--max-length", "3"], "row 1 of .* has a prompt of"),
+    ],
+)
+def test_options_that_would_train_on_nothing_or_spend_what_means_nothing_are_refused(
+    words: list[str], rule: str, run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("opacus")
+    rows = [{"prompt": f"Tom has cats .{LINE}", "completion": " two cats"}]
+    with pytest.raises(SystemExit) as stopped:
+        run("private.py", pocket_model_path(), rows, *words)
+    assert re.search(rule, f"{capsys.readouterr().err}{stopped.value}")
+
+
 FEDERATED = """
 import sys
 from pathlib import Path
@@ -288,7 +317,7 @@ from pathlib import Path
 import federated
 from flwr.simulation import run_simulation
 
-settings = {"rounds": 1, "share": 1.0, "rate": 0.05, "batch_size": 4}
+settings = {"clients": 3, "rounds": 1, "share": 1.0, "rate": 0.05, "batch_size": 4}
 server = federated.server_app(sys.argv[1], "basis", Path("refused"), **settings)
 engine = {"init_args": {"num_cpus": 1}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
 run_simulation(server, federated.client_app(sys.argv[1], "other", Path("clients")), 3, backend_config=engine)

@@ -4,21 +4,22 @@ const SHORTEST = 23; // bits, basis id, number of layers, CRC
 
 /** The basis id, bits and values of a fragment; throws an Error of one line. */
 export function readCore(fragment) {
-  const bytes = bytesOf(fragment.replace(/^#core=/, ""));
-  if (bytes.length < SHORTEST || crc32(bytes.subarray(0, -4)) !== viewOf(bytes).getUint32(bytes.length - 4, true)) {
+  const bytes = bytesOf(fragment.replace(/^#core=/, "")), view = viewOf(bytes);
+  const isWhole = bytes.length >= SHORTEST && crc32(bytes.subarray(0, -4)) === view.getUint32(bytes.length - 4, true);
+  const bits = bytes[0], layers = isWhole ? view.getUint16(17, true) : 0, codes = bytes.subarray(19 + 4 * layers);
+  const sizes = codes.length < 4 ? [] : Array.from({ length: layers }, (_, i) => view.getUint16(19 + 2 * i, true) ** 2);
+  const count = sizes.reduce((a, b) => a + b, 0);
+  if (!isWhole || ![8, 4, 2].includes(bits) || codes.length !== Math.ceil((count * bits) / 8) + 4) {
     throw new Error("This link is damaged: a part of it is missing or was changed. Ask for it again, as a whole.");
   }
-  const view = viewOf(bytes), bits = bytes[0], layers = view.getUint16(17, true);
   const basis = [...bytes.subarray(1, 17)].map((byte) => byte.toString(16).padStart(2, "0")).join("");
-  const sizes = Array.from({ length: layers }, (_, i) => view.getUint16(19 + 2 * i, true) ** 2);
-  const scales = Array.from({ length: layers }, (_, i) => halfOf(view.getUint16(19 + 2 * layers + 2 * i, true)));
-  const codes = bytes.subarray(19 + 4 * layers), mask = 2 ** bits - 1;
-  const values = new Float32Array(sizes.reduce((a, b) => a + b, 0));
+  const values = new Float32Array(count), mask = 2 ** bits - 1;
   let i = 0;
   sizes.forEach((size, layer) => {
+    const scale = halfOf(view.getUint16(19 + 2 * layers + 2 * layer, true));
     for (const end = i + size; i < end; i++) {
       const code = (codes[(i * bits) >> 3] >> ((i * bits) & 7)) & mask;
-      values[i] = scales[layer] * (code + 0.5 - 2 ** (bits - 1)); // as frozencore.maths.quantise
+      values[i] = scale * (code + 0.5 - 2 ** (bits - 1)); // as frozencore.maths.quantise
     }
   });
   return { basis, bits, values, bytes: bytes.length };

@@ -101,6 +101,9 @@ KINDS: dict[str, Callable[[Path, Path], object]] = {
     "patterns": lambda base, folder: write(
         base, folder, LoraConfig(**LORA, rank_pattern={"q_proj": 1, f"^{LAYER}$": 4}, alpha_pattern={"k_proj": 11})
     ),
+    "no update in some layers": lambda base, folder: write(
+        base, folder, LoraConfig(**LORA, alpha_pattern={"k_proj": 0, "v_proj": 4})
+    ),
     "few layers": lambda base, folder: write(
         base, folder, LoraConfig(**{**LORA, "target_modules": ["v_proj"], "layers_to_transform": [1]})
     ),

@@ -129,7 +129,7 @@ def test_values_beyond_every_scale_are_refused_and_those_below_are_zero() -> Non
 def test_a_core_travels_in_a_link_as_its_folder_has_it(tmp_path: Path) -> None:
     """Rounded twice, one core of a hundred would be another."""
     folder = few(saved(tmp_path, on_a_basis=True), 4)
-    content = base64.urlsafe_b64decode(core_fragment(folder).removeprefix("#core=") + "==")
+    content = base64.urlsafe_b64decode(core_fragment(folder, 4).removeprefix("#core=") + "==")
     packed = read_adapter(folder).core.packed
     assert packed is not None
     assert content[19:-4] == b"".join(X.numpy().tobytes() for X in (packed.ranks, packed.scales, packed.codes))

@@ -81,6 +81,17 @@ def test_the_command_writes_the_sum(command, tmp_path: Path) -> None:  # type: i
     assert (tmp_path / "sum" / WEIGHTS_FILE).read_bytes() == (tmp_path / "same" / WEIGHTS_FILE).read_bytes()
 
 
+def test_a_sum_elsewhere_finds_the_basis_that_moved_with_its_adapters(tmp_path: Path) -> None:
+    model = with_three(tmp_path / "first")
+    (tmp_path / "first").rename(tmp_path / "moved")
+    folders = [tmp_path / "moved" / "out" / name for name in NAMES]
+    merge_adapters(folders, tmp_path / "far" / "away" / "sum", weights=WEIGHTS)
+    again = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "far" / "away" / "sum"))
+    assert torch.equal(
+        torch.cat(deltas(again, "default")), torch.cat(deltas(model, weighted(model, tmp_path, WEIGHTS)))
+    )
+
+
 # ------------------------------------------------------------------------------------------------------- reading
 
 

@@ -401,6 +401,18 @@ def test_what_cannot_be_put_is_one_line_and_leaves_the_bank_as_it_was(
     assert torch.equal(bank.get("a").values, tenants["a"].values)
 
 
+def test_a_core_that_a_bank_refuses_takes_no_slot(model: PeftModel, tenants: dict[str, Core]) -> None:
+    bank, core = CoreBank(model, 1, bits=4), tenants["a"]
+    with pytest.raises(ConfigError, match="with 32 bits"):
+        bank.put("a", Core(core.basis_id, core.values * 1e9))
+    bank.put("a", core)
+    assert list(bank) == ["a"]
+    with bank.rows([]):  # a batch without rows
+        pass
+    with pytest.raises(ConfigError, match="one core at least, but capacity=-1"):
+        CoreBank(model, -1)
+
+
 def test_a_compiled_model_serves_batches_of_other_sizes_without_a_graph_for_each(
     model: PeftModel, tenants: dict[str, Core]
 ) -> None:

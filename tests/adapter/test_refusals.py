@@ -344,8 +344,9 @@ CORES: list[Refusal] = [
                               trainable_token_indices=[1])),
      ModelError, "'lm_head' computes its weight from trained tokens"),
     (lambda room: room.sum(["default"] * 2, [1.0]), ConfigError, "as many weights"),
-    *((lambda room, weight=weight: room.sum(["default"], [weight]), ArtifactError, "with other weights")
-      for weight in (float("nan"), 1e300)),
+    (lambda room: room.sum(["default"], [1e300]), ArtifactError, "with other weights"),
+    (lambda room: room.sum(["default"], [float("nan")]), ConfigError, "weights of a sum are finite numbers, but nan"),
+    (lambda room: room.sum([], []), ConfigError, "A sum has one core at least"),
     (lambda room: room.sum(["default"], [1.0], combination_type="ties", density=0.5), ConfigError, "'ties', density"),
     (lambda room: merge_adapters([room / "same basis", room / "own basis"], room.out), ArtifactError, "on one basis"),
     (lambda room: merge_adapters([room / "same basis", room / "module"], room.out), ConfigError, "other modules too"),

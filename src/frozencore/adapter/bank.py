@@ -135,7 +135,7 @@ class CoreBank(CoreStack):
         bits: 8, 4 or 2 store codes of so many bits in place of ``dtype``, and only a batch's rows become float32.
 
     Raises:
-        ConfigError: The model has no such adapter, the adapter is merged, or the dtype or bits are not allowed.
+        ConfigError: The model has no such adapter, it is merged, or the capacity, dtype or bits are not allowed.
         CalibrationError: The adapter has no basis.
     """
 
@@ -154,6 +154,8 @@ class CoreBank(CoreStack):
                 "A bank keeps cores in float32, bfloat16 or float16, or in 8, 4 or 2 bits of float32, but "
                 f"bits={bits} and {dtype} were given."
             )
+        if capacity < 1:
+            raise ConfigError(f"A bank holds one core at least, but capacity={capacity} was given.")
         num_slots = capacity + 1  # slot 0 is the base model
         super().__init__(model, num_slots if bits == 32 else 0, adapter_name=adapter_name, dtype=dtype)
         cores = self.adapter.cores
@@ -193,7 +195,8 @@ class CoreBank(CoreStack):
             source: See :func:`frozencore.swap_core`.
 
         Raises:
-            ConfigError: The name is None, the bank is full, or the adapter with the basis was merged.
+            ConfigError: The name is None, the bank is full, the adapter with the basis was merged, or a value is too
+                large for the bits of the bank.
             ArtifactError: Another basis, or the adapter of the bank was given another one. The bank is as it was.
         """
         if name is None:
@@ -211,9 +214,10 @@ class CoreBank(CoreStack):
                     raise ConfigError(
                         f"The bank is full: it holds {len(self)} of {self.capacity} cores. Evict one first."
                     )
-                slot = self._free.pop()
+                slot = self._free[-1]
             self.fill(slot, core)
-            self._slot_of[name] = slot
+            if name not in self._slot_of:
+                self._slot_of[name] = self._free.pop()
 
     def evict(self, name: str) -> None:
         """Remove a core.
@@ -268,7 +272,7 @@ class CoreBank(CoreStack):
         for name, buffer in buffers.items():
             kind = (buffer.device, times(self.adapter.layers[name]))
             if kind not in places:
-                places[kind] = torch.tensor(slots, device=kind[0]).repeat_interleave(kind[1])
+                places[kind] = torch.tensor(slots, dtype=torch.long, device=kind[0]).repeat_interleave(kind[1])
             num_rows = len(places[kind])
             if num_rows > len(buffer):
                 buffers[name] = buffer.new_zeros(num_rows, *buffer.shape[1:]).mT

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -206,7 +207,7 @@ def sum_cores(cores: Sequence[Core], names: Sequence[str], weights: Sequence[flo
         names: The name of each core, for the error.
 
     Raises:
-        ConfigError: There is no core, or the number of weights is wrong.
+        ConfigError: There is no core, the number of weights is wrong, or a weight is not finite.
         ArtifactError: A core is on another basis than the first, or the sum is not finite.
     """
     if not cores:
@@ -219,4 +220,6 @@ def sum_cores(cores: Sequence[Core], names: Sequence[str], weights: Sequence[flo
             )
         core.require_size(len(cores[0].values))
     shares = [1 / len(cores)] * len(cores) if weights is None else weights
+    if odd := [share for share in shares if not isfinite(share)]:
+        raise ConfigError(f"The weights of a sum are finite numbers, but {odd[0]} was given.")
     return Core(cores[0].basis_id, weighted_sum([core.values for core in cores], shares))

@@ -6,7 +6,7 @@ adapter_config.json         the configuration, with the basis id
 
 from __future__ import annotations
 
-import shutil
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,6 +70,8 @@ class SavedAdapter:
     ) -> None:
         """Write a new folder with another core on the same basis, and this adapter's configuration and card.
 
+        The configuration names the place where the basis was found, which may have moved since training.
+
         Args:
             core: Its values are written in its bits.
             scores: Those of the card in place of this adapter's.
@@ -80,7 +82,8 @@ class SavedAdapter:
             tensors |= basis_tensors(self.basis)
         with atomic_folder(out, overwrite=overwrite, reads=[self.folder, self.config.basis]) as aside:
             save_file({key: X.contiguous() for key, X in tensors.items()}, aside / WEIGHTS_FILE, {"format": "pt"})
-            shutil.copyfile(self.folder / CONFIG_FILE, aside / CONFIG_FILE)
+            config = read_config(self.folder) | ({} if self.basis is not None else {"basis": self.config.basis})
+            (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
             if (self.folder / CARD_FILE).is_file():
                 card = (self.folder / CARD_FILE).read_text(encoding="utf-8")
                 if scores is not None:

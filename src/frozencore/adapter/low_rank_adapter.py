@@ -94,10 +94,8 @@ class LowRankAdapter:
     @property
     def content(self) -> str:
         """The hash of its factors without their scales; adapters with one content differ by a factor in each layer."""
-        named = (
-            (f"{layer}.{i}", X) for layer, (_, factors) in sorted(self.factors.items()) for i, X in enumerate(factors)
-        )
-        return fingerprint_tensors(named)
+        scaled = sorted((layer, factors) for layer, (scale, factors) in self.factors.items() if scale)
+        return fingerprint_tensors((f"{layer}.{i}", X) for layer, factors in scaled for i, X in enumerate(factors))
 
     def update(self, layer: str) -> Update:
         """B (m x k, with the scale) and A (k x n) of a layer, in float32."""
@@ -124,7 +122,7 @@ def read_low_rank_adapter(place: str, bases: dict[str, Basis]) -> LowRankAdapter
     if not any(scale and all(bool(X.any()) for X in factors) for scale, factors in source.factors.values()):
         _refuse(place, [("is untrained: every product is zero", "Train it")])
     for layer, (scale, factors) in source.factors.items():
-        sizes = [scale**2, *(float(X.float().square().sum()) for X in factors)]
+        sizes = [scale**2 if scale else 1.0, *(float(X.float().square().sum()) for X in factors)]
         if not all(map(isfinite, sizes)) or (not all(sizes) and all(bool(X.any()) for X in factors)):
             _refuse(place, [(f"has values of a size that float32 cannot square in {layer!r}", SAVE)])
     return source

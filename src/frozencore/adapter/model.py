@@ -268,7 +268,8 @@ class FrozenCoreModel(BaseTuner):
         loaded = [LoadedAdapter.of(self, name) for name in adapters]
         for one in loaded:
             one.config.require_core_alone(f"the adapter {one.name!r}", "Only cores are summed")
-        first, total = loaded[0], sum_cores([one.core for one in loaded], [repr(name) for name in adapters], weights)
+        total = sum_cores([one.core for one in loaded], [repr(name) for name in adapters], weights)
+        first = loaded[0]
         _require_name(adapter_name, self.model)
         config = self.peft_config[adapter_name] = copy.deepcopy(first.config)
         config.filled = None

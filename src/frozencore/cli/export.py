@@ -82,7 +82,7 @@ def export(
         int | None,
         typer.Option(
             help="Bits of a value: of a core (core, link, qr) 8, 4 or 2, for core also 32; of the base weights (onnx) "
-            "8 or 4. Default: 4 in a link or QR code, in a core as of tune, float32 in ONNX."
+            "8 or 4. Default: for a core as of tune, or fewer if it has fewer; float32 in ONNX."
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing export.")] = False,

@@ -9,11 +9,11 @@ import torch
 
 from frozencore.adapter.export.base_model import export_merged
 from frozencore.adapter.export.basis_model import export_basis_model, export_tenant
-from frozencore.adapter.export.link import LINK_BITS, core_fragment, export_qr
+from frozencore.adapter.export.link import core_fragment, export_qr
 from frozencore.adapter.export.lora import export_lora
 from frozencore.adapter.export.onnx import export_onnx, export_onnx_adapter
 from frozencore.adapter.export.serving import VLLM_CPU_HEADS, VLLM_MAX_RANKS, head_size, vllm_max_rank
-from frozencore.adapter.folders import read_adapter
+from frozencore.adapter.folders import SavedAdapter, read_adapter
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.maths.quantise import default_bits
 from frozencore.tune.load import quiet_loading
@@ -35,9 +35,9 @@ def export_as(
     """Export an adapter; the options are those of the verb, which has checked that they fit the form."""
     with quiet_loading():
         if output is None:
-            return [core_fragment(folder, bits or LINK_BITS)]
+            return [core_fragment(folder, bits or _bits_of(read_adapter(folder)))]
         if to == "qr":
-            return list(qr(folder, output, bits or LINK_BITS))
+            return list(qr(folder, output, bits or _bits_of(read_adapter(folder))))
         if to == "onnx-adapter":
             return list(onnx_adapter(folder, output, base, dtype))
         if to == "onnx":
@@ -106,12 +106,17 @@ def tenant(adapter: Path, output: Path, base: str | None, dtype: str, overwrite:
 
 def core(adapter: Path, output: Path, bits: int | None, overwrite: bool) -> Iterator[str]:
     saved = read_adapter(adapter)
-    bits = bits or min(default_bits(saved.config.r), saved.core.bits)
+    bits = bits or _bits_of(saved)
     scores: dict[str, float | str] | None = None if bits >= saved.core.bits else {}  # fewer bits have other scores
     saved.write(output, saved.core.in_bits(bits, saved.ranks), scores=scores, overwrite=overwrite)
     before, after = ((folder / WEIGHTS_FILE).stat().st_size for folder in (adapter, output))
     yield f"Core: {output}, {len(saved.core.values):,} values of {bits} bits, {after:,} bytes ({before:,} before)"
     yield "It loads as the adapter does. Score it before you use it: `frozencore evaluate`."
+
+
+def _bits_of(saved: SavedAdapter) -> int:
+    """The bits at which a core is written where no --bits says."""
+    return default_bits(saved.config.r, saved.core.bits)
 
 
 def _stops(folder: Path) -> Iterator[str]:

@@ -25,9 +25,9 @@ NUM_CLIPS, NUM_FITS = 16, 4
 """Clips from a quarter of the largest value to all of it, and least-squares steps after the best one."""
 
 
-def default_bits(rank: int) -> int:
-    """The bits at which commands save a core: the fewest at which we found no loss (docs/bits.md)."""
-    return 4 if rank >= 16 else 8
+def default_bits(rank: int, own: int = 32) -> int:
+    """The bits at which commands save a core: the fewest without a loss (docs/bits.md), at most its own."""
+    return min(4 if rank >= 16 else 8, own)
 
 
 def quantise(

@@ -144,9 +144,9 @@ def site(tmp_path: Path) -> Path:
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="Chromium opens the page")
 @pytest.mark.skipif(not (PAGE / "node_modules").is_dir(), reason="npm install --prefix examples/browser")
 def test_links_and_pictures_answer_by_their_core_and_wrong_ones_give_one_line(site: Path, tmp_path: Path) -> None:
-    anna, ben = (core_fragment(tmp_path / "shop" / name) for name in ("anna", "ben"))
-    other = core_fragment(tmp_path / "other" / "cleo")
-    export_qr(tmp_path / "shop" / "ben", site / "ben.png")
+    anna, ben = (core_fragment(tmp_path / "shop" / name, 4) for name in ("anna", "ben"))
+    other = core_fragment(tmp_path / "other" / "cleo", 4)
+    export_qr(tmp_path / "shop" / "ben", site / "ben.png", 4)
     segno.make("another text").save(str(site / "another.png"), scale=4)
     steps = {
         "none": {"fragment": ""}, "ben": {"fragment": ben},
@@ -200,15 +200,49 @@ def test_a_fragment_holds_the_core_of_its_bits(tmp_path: Path) -> None:
         np.testing.assert_array_equal(values, read_adapter(tmp_path / f"{bits}").core.values.numpy())
 
 
+READ = """
+import { readFileSync } from "node:fs";
+const { readCore } = await import(process.argv[1]);
+const read = (fragment) => { try { return [...readCore(fragment).values]; } catch (error) { return error.message; } };
+console.log(JSON.stringify(JSON.parse(readFileSync(0)).map(read)));
+"""
+
+
+def with_right_checksum(content: bytes) -> str:
+    whole = content + zlib.crc32(content).to_bytes(4, "little")
+    return "#core=" + base64.urlsafe_b64encode(whole).decode().rstrip("=")
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node runs core.js")
+def test_the_page_reads_the_values_of_a_core_and_refuses_sizes_that_its_link_does_not_have(tmp_path: Path) -> None:
+    adapted("random", model=tiny_llama(), trained=True, rank_pattern={"q_proj": 2}).save_pretrained(tmp_path / "anna")
+    saved = read_adapter(tmp_path / "anna")
+    head = b"\x04" + bytes(16)
+    damaged = [
+        head + (1).to_bytes(2, "little") + (60_000).to_bytes(2, "little") + bytes(2),  # 3.6 billion values
+        head + (5_000).to_bytes(2, "little"),
+        b"\x03" + head[1:] + bytes(2),
+        b"",
+    ]
+    links = [*(core_fragment(tmp_path / "anna", bits) for bits in (8, 4, 2)), *map(with_right_checksum, damaged)]
+    words = ["node", "--input-type=module", "-e", READ, (PAGE / "core.js").as_uri()]
+    done = subprocess.run(words, input=json.dumps(links), capture_output=True, text=True, check=True, timeout=60)
+    found = json.loads(done.stdout)
+    for bits, values in zip((8, 4, 2), found, strict=False):
+        assert values == saved.core.in_bits(bits, saved.ranks).values.tolist()
+    assert len(found) == 7
+    assert all("This link is damaged" in message for message in found[3:])
+
+
 def test_a_core_too_large_for_a_qr_code_is_refused_with_what_fits(tmp_path: Path) -> None:
     trained(tmp_path, "small", r=16)
-    assert export_qr(tmp_path / "small", tmp_path / "small.png") <= 2953
+    assert export_qr(tmp_path / "small", tmp_path / "small.png", 4) <= 2953
     trained(tmp_path / "b", "wide", r=16, target_modules="all-linear")
     with pytest.raises(ArtifactError, match="--bits 2 fits"):
-        export_qr(tmp_path / "b" / "wide", tmp_path / "wide.png")
+        export_qr(tmp_path / "b" / "wide", tmp_path / "wide.png", 4)
     trained(tmp_path / "c", "wider", r=40, target_modules="all-linear")
     with pytest.raises(ArtifactError, match=r"At 2 bits a basis of rank 17 fits"):
         export_qr(tmp_path / "c" / "wider", tmp_path / "wide.png", 2)
     with pytest.raises(ConfigError, match=r"\.png or \.svg"):
-        export_qr(tmp_path / "small", tmp_path / "small.jpg")
+        export_qr(tmp_path / "small", tmp_path / "small.jpg", 4)
     assert not (tmp_path / "wide.png").exists()

@@ -23,12 +23,11 @@ from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.atomic_write import atomic_write
 from frozencore.maths.quantise import BITS
 
-LINK_BITS = 4
 LARGEST_QR = 2953
 """The bytes of the largest QR code, version 40 at level L."""
 
 
-def core_fragment(directory: str | Path, bits: int = LINK_BITS) -> str:
+def core_fragment(directory: str | Path, bits: int) -> str:
     """The fragment of a link with an adapter's core in it.
 
     Args:
@@ -48,7 +47,7 @@ def core_fragment(directory: str | Path, bits: int = LINK_BITS) -> str:
     return "#core=" + base64.urlsafe_b64encode(content).decode().rstrip("=")
 
 
-def export_qr(directory: str | Path, out: str | Path, bits: int = LINK_BITS) -> int:
+def export_qr(directory: str | Path, out: str | Path, bits: int) -> int:
     """Write a picture (PNG or SVG, by the name) of a QR code with :func:`core_fragment`.
 
     Returns:
