@@ -165,21 +165,23 @@ def test_a_rate_that_is_measured_under_a_new_head_comes_with_a_warning(head: dic
         calibrate(model, batches, progress=False, learning_rate=False)
 
 
-def test_calibration_leaves_the_metrics_of_a_trainer_as_they_were() -> None:
+@pytest.mark.parametrize("gathered", ["_metrics", "_stored_metrics"])  # most of TRL's trainers, and ORPO and CPO
+def test_calibration_leaves_the_metrics_of_a_trainer_as_they_were(gathered: str) -> None:
     class Trainer:
         def __init__(self) -> None:
-            self._metrics = {"train": {"margin": [1.0]}, "eval": {}}
+            setattr(self, gathered, {"train": {"margin": [1.0]}, "eval": {}})
 
         def compute_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
             loss: torch.Tensor = model(**batch).loss
-            self._metrics["train"]["margin"].append(float(loss))
-            self._metrics["eval"].setdefault("margin", []).append(float(loss))
+            metrics = getattr(self, gathered)
+            metrics["train"]["margin"].append(float(loss))
+            metrics["eval"].setdefault("margin", []).append(float(loss))
             return loss
 
     trainer = Trainer()
     plain = adapted("fcca", calibrated=False)
     calibrate(plain, BATCHES, loss_fn=trainer.compute_loss, progress=False)
-    assert trainer._metrics == {"train": {"margin": [1.0]}, "eval": {}}
+    assert getattr(trainer, gathered) == {"train": {"margin": [1.0]}, "eval": {}}
 
 
 @pytest.mark.parametrize("constructor", few(CONSTRUCTORS, "fcca"))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from frozencore.errors import ConfigError
-from frozencore.files.strict_yaml import line_of, read_yaml
+from frozencore.files.strict_yaml import as_yaml, line_of, read_yaml
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -22,6 +23,15 @@ def test_numbers_are_numbers(tmp_path: Path) -> None:
         1e-3, 1e5, -2500.0, 5.0, 5e-3, 3, -3, 0, 1.5, 3.0, float("inf"), "e5", "1e", "word", "010", "1:30", "1_0",
         "0x1F",
     ]  # fmt: skip
+
+
+def test_what_is_written_is_read_as_it_was(tmp_path: Path) -> None:
+    """Text that looks like a number among it, as a folder that is named by a short hash."""
+    words = ["4512e083", "1e-3", ".5e1", "12", "010", "1:30", "1_0", "0x1F", "yes", "null", "~", "é", ".inf", "- a", ""]
+    content = {"words": words, "numbers": [1e-5, 1e22, 3, -0.5, float("inf")], "rest": [None, True]}
+    text = as_yaml(content)
+    assert read_yaml(written(tmp_path, text)) == content
+    assert yaml.safe_load(text) == content  # by the rules of YAML 1.1 too
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -168,9 +168,8 @@ def _warn_of_weak_layers(bases: Mapping[str, LayerBasis], layers: Mapping[str, F
 def _metrics_kept(loss_fn: LossFn | None) -> AbstractContextManager[None]:
     """Keep the metrics that a trainer of TRL has gathered for its next log, if this is its loss, which adds to them."""
     trainer: Any = getattr(loss_fn, "__self__", None)
-    if not hasattr(trainer, "_metrics"):
-        return nullcontext()
-    return with_attributes(trainer, _metrics=copy.deepcopy(trainer._metrics))
+    gathered = [name for name in ("_metrics", "_stored_metrics") if hasattr(trainer, name)]
+    return with_attributes(trainer, **{name: copy.deepcopy(getattr(trainer, name)) for name in gathered})
 
 
 @contextmanager

@@ -47,6 +47,18 @@ for _tag, _form in _NUMBERS.items():
     _Loader.add_implicit_resolver(_tag, _form, list("-+.0123456789"))
 
 
+class _Dumper(yaml.SafeDumper):
+    """A dumper that quotes text which this or another reader of YAML would take for a number, as ``12e3``."""
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBERS["tag:yaml.org,2002:float"], list("-+.0123456789"))
+
+
+def as_yaml(content: Any) -> str:
+    """Write plain values as YAML, in their order."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
 def read_yaml(path: Path) -> Any:
     """Read a YAML file.
 

@@ -17,11 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
+from frozencore.files.strict_yaml import as_yaml
 from frozencore.options import COMMAND_NAMES, ConfigPart, Option, options_of
 from frozencore.text import flag_of, unknown_name
 from frozencore.tune.config_parts import ModelConfig, RowsConfig, ScoringConfig, TrainingConfig
@@ -166,7 +165,7 @@ def as_flags(config: RunConfig, *, many: bool = False) -> str:
         if value != option.default:
             key = "tenants" if many and name == "data" else name.replace("_", "-")
             given[key] = "none" if value is None else as_json(value)
-    return yaml.safe_dump(given, sort_keys=False)
+    return as_yaml(given)
 
 
 def make_config(*, strict: bool = False, **values: Any) -> RunConfig:

@@ -14,7 +14,7 @@ from frozencore.errors import ConfigError
 from frozencore.options import Bounds, ConfigPart
 from frozencore.tune.methods import SEED, Method, Seed
 from frozencore.tune.rows.prompts import LossOn, PromptStyle, TooLong
-from frozencore.tune.rows.row_sources import in_words, sources_of
+from frozencore.tune.rows.row_sources import STANDARD_INPUT, in_words, sources_of
 from frozencore.tune.rows.sources import TASK, is_named
 
 PositiveInt = Annotated[int, Bounds(gt=0)]
@@ -113,6 +113,8 @@ class RowsConfig(ConfigPart):
             object.__setattr__(self, "calibration_data", None)
         if self.data is None:
             raise ConfigError("A run learns rows: give --data FILE, or --data task:NAME for a task of the lab.")
+        if STANDARD_INPUT in self.sources and STANDARD_INPUT in (self.eval_data, self.calibration_data):
+            raise ConfigError("The standard input is one source of rows, but two options name it. Give one as a file.")
         if self.eval_data is not None and is_named(self.eval_data):
             raise ConfigError(
                 f"--eval-data is for your own rows, but {self.eval_data} was given. "

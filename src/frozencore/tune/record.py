@@ -112,7 +112,8 @@ class ReadRows(RecordPart):
             lines.append(f"in {rows} {what}" if what.startswith((NOT_WRITTEN, CONTROL)) else f"{rows} changed: {what}")
         if self.joined:
             where = "one token holds the end of the prompt and the beginning of the completion"
-            lines.append(f"in {num_of(self.joined, 'row')} {where}; begin completions with a space")
+            way_out = "end prompts without a space and begin completions with one"
+            lines.append(f"in {num_of(self.joined, 'row')} {where}; {way_out}")
         return lines
 
 

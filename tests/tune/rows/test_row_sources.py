@@ -25,6 +25,13 @@ def pipe(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 
 
+def test_the_standard_input_is_the_same_rows_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation in two prompt styles reads its sources twice."""
+    for text in ("a", "b"):
+        pipe(monkeypatch, b'{"text": "%s"}' % text.encode())
+        assert [read_source("-") for _ in range(2)] == [[{"text": text}]] * 2
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """As a data set lies on the hub: a configuration of two splits, and a card that names them."""

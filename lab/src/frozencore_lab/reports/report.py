@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from frozencore.files.atomic_write import write_text
+from frozencore.files.strict_yaml import as_yaml
 from frozencore.tune.figures import save_figure
 from frozencore.tune.record import Provenance
 from frozencore_lab.campaign.results import CampaignResults, FinalRun, StudyResults
@@ -288,4 +288,4 @@ def _source(source: Provenance) -> str:
 def protocol_yaml(campaign: Campaign) -> str:
     """A campaign's specification as YAML, without defaults."""
     content = campaign.model_dump(mode="json", exclude_defaults=True)
-    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110))
+    return as_yaml(content)

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -113,7 +113,7 @@ def rows_of_file(path: Path, origin: str, num_rows: int | None = None) -> list[R
     name = row_file(path.name)
     try:
         if name is None:
-            rows = list(_read_jsonl(io.BytesIO(sys.stdin.buffer.read())))
+            rows = list(_read_jsonl(io.BytesIO(_all_of(sys.stdin.buffer))))
         else:
             with _opened(path, name.compression) as content:
                 rows = list(islice(READERS[name.ending](content), num_rows))
@@ -125,6 +125,12 @@ def rows_of_file(path: Path, origin: str, num_rows: int | None = None) -> list[R
     if not rows:
         raise DataError(f"{origin} holds no rows. Give at least one.")
     return rows
+
+
+@lru_cache(maxsize=1)
+def _all_of(stream: IO[bytes]) -> bytes:
+    """The content of a stream that can be read once, however often it is asked for."""
+    return stream.read()
 
 
 def _opened(path: Path, compression: str | None) -> IO[bytes]:
