@@ -240,7 +240,7 @@ ADAPTERS: Mapping[str, Arm] = {
 }
 """The adapters of the README, as it names them."""
 HARMLESS = {"loss": 0.005, "exact": 0.5}
-"""What bits may cost at most, by the end of the 95 % interval that is a loss: set on 28 November, before the runs."""
+"""What bits may cost at most, by the end of the 95 % interval that is a loss; set when twelve data sets were known."""
 
 
 def bits_table(lines: Sequence[Record]) -> str:

@@ -167,7 +167,7 @@ def merge_adapters(
         adapters: Folders of the adapters.
         out: New folder.
         weights: A weight for each adapter; by default 1/K, the mean.
-        bits: Bits of a saved value: 32, 8, 4 or 2. The sum itself is computed in float32.
+        bits: Bits of a saved value: 32, 8, 4 or 2. The sum itself is computed in float64.
 
     Raises:
         ConfigError: The number of weights is wrong, or modules besides cores were trained.

@@ -32,7 +32,7 @@ from frozencore.quiet import with_attributes
 from frozencore.text import Progress
 
 FISHER_STEP = 0.8
-"""c: the longest step in the Fisher metric, chosen on the models and data sets of docs/method.md."""
+"""c: the longest step in the Fisher metric, chosen on the models and data sets of docs/learning-rate.md."""
 NUM_EXAMPLES = 16
 """Examples whose gradients and losses are measured, evenly spaced among those of the calibration."""
 LOWER, MOST_HALVINGS = 0.9, 12

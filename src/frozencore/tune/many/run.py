@@ -80,7 +80,7 @@ def execute_many(
     Args:
         config: Its ``data`` name the tenants' files (:func:`find_tenants`); the other options apply to all tenants.
         num_slots: Tenants that train at once in a process.
-        resume: Leave out the tenants whose record stands in ``out``, and train the others from their start.
+        resume: Leave out the tenants whose record stands in ``out``; the others go on from the steps that are kept.
 
     Returns:
         The outcome of each tenant of this process, in order.
