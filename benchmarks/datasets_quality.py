@@ -51,7 +51,6 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 from peft import PeftModel
-from scipy.stats import wilcoxon
 from torch import Tensor
 
 import figures
@@ -64,7 +63,7 @@ from frozencore.tune.adapt import rate_for
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, calibration_batches
 from frozencore.tune.training.recipe import Recipe
-from frozencore_lab.reports.statistics import holm
+from frozencore_lab.reports.statistics import holm, signed_rank
 from harness import ROOT, Record, parser_of, study_file, table, with_range
 from tenant_rows import Tenant, TenantPlan, manifest_of
 from tenant_study import RANK, SEED, Adapters, Job, Results, Study, Updates, key, put_factors, rows_of, study_model
@@ -490,7 +489,7 @@ def arms_table(lines: Sequence[Record]) -> str:
     common = set.intersection(*whole) if whole else set()
     differences = {measure: [apart(lines, arm, FIRST, measure) for arm in arms] for measure in DIGITS}
     tests = [
-        None if arm == FIRST else float(wilcoxon([*of.values()]).pvalue)
+        None if arm == FIRST else signed_rank([*of.values()])
         for measure in DIGITS
         for arm, of in zip(arms, differences[measure], strict=True)
     ]

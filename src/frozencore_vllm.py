@@ -379,15 +379,20 @@ class TenantWorker:
         for key, core in load(weights).items():
             name, is_a = utils.parse_fine_tuned_lora_name(key, renamed)
             if not is_a:
-                B = core.to(loras.lora_config.lora_dtype)
-                A = torch.eye(0 if hasattr(manager.modules[name], "cores") else B.shape[1], dtype=B.dtype)
-                layers[name] = LoRALayerWeights(name, B.shape[1], B.shape[1], A, B)
+                rank = len(core)  # its columns are those of the largest core, as in a folder
+                B = core[:, :rank].to(loras.lora_config.lora_dtype)
+                A = torch.eye(0 if hasattr(manager.modules[name], "cores") else rank, dtype=B.dtype)
+                layers[name] = LoRALayerWeights(name, rank, rank, A, B)
         tenant = LoRAModel(number, max(layer.rank for layer in layers.values()), layers)
         manager.remove_adapter(number)
         if len(manager) + 1 > manager.capacity:
             manager.remove_oldest_adapter()
         manager.add_adapter(tenant)
-        manager.activate_adapter(number)
+        try:
+            manager.activate_adapter(number)
+        except Exception:
+            manager.remove_adapter(number)  # which vLLM counts as active before its layers have it
+            raise
 
 
 def _basis_id_in(weights: bytes) -> str | None:

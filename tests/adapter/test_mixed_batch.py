@@ -474,6 +474,18 @@ def test_a_block_that_autograd_computes_again_in_a_thread_of_its_own_has_its_bat
 
 
 @pytest.mark.parametrize("made_inside", [True, False])
+def test_a_bank_of_few_bits_made_in_inference_mode_is_filled_outside(
+    model: PeftModel, tenants: dict[str, Core], made_inside: bool
+) -> None:
+    with torch.inference_mode(made_inside):
+        bank = CoreBank(model, 4, bits=4)
+    for inside in (False, True):
+        with torch.inference_mode(inside):
+            bank.put("x", tenants["a"])
+    assert list(bank) == ["x"]
+
+
+@pytest.mark.parametrize("made_inside", [True, False])
 def test_a_bank_works_in_and_after_inference_mode(
     model: PeftModel, tenants: dict[str, Core], made_inside: bool
 ) -> None:

@@ -175,6 +175,13 @@ def test_chats_cut_at_one_length_are_not_taken_for_joined_rows() -> None:
         require_examples_apart(loader, list(loader), None, {2})
 
 
+@pytest.mark.parametrize("num_rows", [2, 3, 4])
+def test_a_batch_with_positions_on_three_axes_stays_whole(num_rows: int) -> None:
+    """M-RoPE's are (3, rows, tokens), which three rows do not tell from rows."""
+    batch = {"input_ids": torch.ones(num_rows, 5), "position_ids": torch.arange(5).expand(3, num_rows, 5)}
+    assert [taken["input_ids"].shape[0] for taken in take_examples([batch], 1)] == [num_rows]
+
+
 @pytest.mark.parametrize("patches", [1, 4, 2048])
 def test_take_examples_cuts_rows_and_no_patches(patches: int) -> None:
     """Patches of all images are one tensor, as in the vision models of transformers."""

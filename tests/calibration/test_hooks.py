@@ -87,6 +87,34 @@ def test_an_output_that_the_model_changes_in_place_has_its_error_from_before(vie
     torch.testing.assert_close(moments.output_total, y.detach().sum(0), rtol=1e-12, atol=1e-12)
 
 
+class InPlace(nn.Module):
+    """A language model that adds to the input of a layer before the next layer reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4).double()
+        self.one, self.other = (nn.Linear(4, 4).double() for _ in range(2))
+        self.config = SimpleNamespace(is_encoder_decoder=False)
+
+    def can_generate(self) -> bool:
+        return True
+
+    def forward(self, input_ids: Tensor, **_: object) -> SimpleNamespace:
+        x = self.embed(input_ids)
+        x += self.one(x)
+        return SimpleNamespace(logits=self.other(x))
+
+
+def test_an_input_that_the_model_changes_in_place_is_read_anew() -> None:
+    """The moments of inputs alone, for which no backward pass runs that would refuse the change."""
+    model, ids = InPlace(), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    moments = collect_moments(model, [batch], ["one", "other"], needs=frozenset({"input_outer"}))
+    x = model.embed(ids).flatten(0, 1).detach()
+    for name, rows in (("one", x), ("other", x + model.one(x).detach())):
+        torch.testing.assert_close(moments[name].input_outer, rows.mT @ rows)
+
+
 class Ordered(nn.Module):
     """A model whose layer reads its tokens in some order; 9 is the padding."""
 

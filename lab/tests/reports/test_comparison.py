@@ -170,6 +170,7 @@ def test_paired_t_is_scipys():
 
 def test_holm_is_the_textbooks_example():
     assert holm([0.01, 0.04, None, 0.03, 0.005]) == pytest.approx([0.03, 0.06, None, 0.06, 0.02])
+    assert holm([0.01, math.nan, 0.02, 0.3]) == pytest.approx([0.03, None, 0.04, 0.3])
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))

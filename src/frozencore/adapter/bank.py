@@ -93,10 +93,14 @@ class PackedSlots:
         self.bits = bits
         self.ranks = {name: len(R) for name, R in layers.items()}
         sizes = {name: -(-R.numel() * bits // 8) for name, R in layers.items()}
-        self.codes = {
-            name: torch.zeros(num_slots, sizes[name], dtype=torch.uint8, device=R.device) for name, R in layers.items()
-        }
-        self.scales = {name: torch.zeros(num_slots, dtype=torch.float16, device=R.device) for name, R in layers.items()}
+        with torch.inference_mode(False):  # tensors made inside of it could not be changed outside
+            self.codes = {
+                name: torch.zeros(num_slots, sizes[name], dtype=torch.uint8, device=R.device)
+                for name, R in layers.items()
+            }
+            self.scales = {
+                name: torch.zeros(num_slots, dtype=torch.float16, device=R.device) for name, R in layers.items()
+            }
 
     def fill(self, slot: int, core: Core) -> None:
         """Copy a core into a slot; values of other bits are rounded."""

@@ -26,7 +26,7 @@ from frozencore.calibration.calibration_options import BATCH_SIZE, CalibrationOp
 from frozencore.calibration.collect import has_labels, require_options_fit
 from frozencore.calibration.hooks import LossFn
 from frozencore.constructors import LayerData
-from frozencore.distributed import all_gather, check_same_call, raise_on_any_rank, require_same_bases
+from frozencore.distributed import all_gather, check_same_call, raise_on_any_rank
 from frozencore.errors import CalibrationError, ModelError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import LayerMoments
@@ -120,7 +120,6 @@ def calibrate(
             model, targets, config.constructor, batches=batches, moments=moments, options=options, loss_fn=loss_fn,
             progress=report,
         )  # fmt: skip
-    require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
     rate = None
     has_loss = bool(batches) and (loss_fn is not None or all(has_labels(model, batch) for batch in batches))
     if learning_rate and all(all_gather(has_loss)):  # constructors that read no errors need no labels

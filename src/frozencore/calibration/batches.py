@@ -216,8 +216,11 @@ def _first_examples(batch: Batch, count: int) -> Iterable[Batch]:
 def can_split(batch: Batch) -> bool:
     """Return whether each tensor of a batch has the batch's rows, so that examples can be taken out of it.
 
-    A tensor of image patches has another number of rows.
+    A tensor of image patches has another number of rows; positions on several axes (axes, rows, tokens) have theirs on
+    another axis.
     """
+    if isinstance(batch, Mapping) and getattr(batch.get("position_ids"), "ndim", 2) == 3:
+        return False
     begins = begins_of(batch) if isinstance(batch, Mapping) else None
     rows = num_examples_of(batch) if begins is None else len(begins)
     ends = () if begins is None else [value for key, value in batch.items() if key.startswith(_ENDS)]

@@ -68,6 +68,7 @@ class InputStatistics:
 
     def __init__(self, x: Tensor, rows: Tensor | None, needs: frozenset[MomentName]) -> None:
         self._x = x  # kept alive, because its address identifies it
+        self._version = x._version  # which counts on when the tensor is changed in place
         self.values = values = select(x.reshape(-1, x.shape[-1]), rows)
         self.total = values.sum(dtype=accumulation_dtype(values))
         self.sums: dict[MomentName, Tensor] = {}
@@ -81,7 +82,7 @@ class InputStatistics:
     def is_of(self, x: Tensor) -> bool:
         mine = self._x
         same_place = mine.data_ptr() == x.data_ptr() and mine.shape == x.shape and mine.stride() == x.stride()
-        return same_place and mine._version == x._version
+        return same_place and self._version == x._version
 
 
 class LayerRecorder:

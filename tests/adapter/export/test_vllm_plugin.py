@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fake_vllm import MODULES, REGISTRY, Registry, ServingModels, frozencore_vllm
-from frozencore import export_basis_model, export_tenant, save_basis
+from frozencore import basis_id, export_basis_model, export_tenant, save_basis, tenant_weights
 from frozencore.adapter.folders import read_adapter
-from tiny import adapted, tiny_qwen2, train_at_random
+from tiny import adapted, cores_of, tiny_qwen2, train_at_random
 
 Tenants = frozencore_vllm.Tenants
 WEIGHTS = "adapter_model.safetensors"
@@ -94,6 +94,68 @@ def test_a_replaced_tenant_has_another_name_and_folder_and_the_earlier_version_e
     assert not new.is_current()
     assert (new.folder / WEIGHTS).is_file()  # for what is running
     assert tenants.find(str(shop.model), "ben") is None
+
+
+class Slot(frozencore_vllm.CoreWithSlots):
+    def __init__(self, rank: int) -> None:
+        self.input_size = self.output_size = rank
+        self.device = "cpu"
+        self.create_lora_weights(2, SimpleNamespace(lora_dtype=torch.float32))
+
+
+class Manager:
+    """vLLM's ``LoRAModelManager`` (0.32), as far as a tenant from memory meets it."""
+
+    capacity = 2
+
+    def __init__(self, ranks: dict[str, int]) -> None:
+        self.modules = {f"{name}.core": Slot(rank) for name, rank in ranks.items()}
+        self.model, self.known, self.active = SimpleNamespace(), dict[int, Any](), list[int]()
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+    def remove_adapter(self, number: int) -> None:
+        self.known.pop(number, None)
+        self.active = [other for other in self.active if other != number]
+
+    def add_adapter(self, tenant: Any) -> None:
+        self.known[tenant.number] = tenant
+
+    def activate_adapter(self, number: int) -> None:
+        self.active.append(number)  # before any layer has it, as in vLLM
+        for name, module in self.modules.items():
+            layer = self.known[number].layers[name]
+            module.set_lora(0, layer.lora_a, layer.lora_b)
+
+
+def test_a_tenant_from_memory_has_the_ranks_of_its_layers_or_is_not_there(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def layer_of(key: str, _: object) -> tuple[str, bool]:
+        return key.removeprefix("base_model.model.").rpartition(".lora_")[0], ".lora_A." in key
+
+    monkeypatch.setattr(frozencore_vllm.utils, "parse_fine_tuned_lora_name", layer_of, raising=False)
+    monkeypatch.setattr(frozencore_vllm, "LoRALayerWeights", lambda _, rank, alpha, A, B: SimpleNamespace(
+        rank=rank, lora_a=A, lora_b=B))  # fmt: skip
+    monkeypatch.setattr(frozencore_vllm, "LoRAModel", lambda number, _, layers: SimpleNamespace(
+        number=number, layers=layers))  # fmt: skip
+    entry = {"basis_id": basis_id(shop.native)}
+    manager = Manager({layer.name: len(layer.core("default")) for layer in cores_of(shop.native)})
+    loras = SimpleNamespace(_adapter_manager=manager, lora_config=SimpleNamespace(lora_dtype=torch.float32))
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(lora_manager=loras),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(**{frozencore_vllm.ENTRY: entry})),
+    )
+    frozencore_vllm.TenantWorker.put_tenant(worker, 1, tenant_weights(shop.native))
+    assert len({len(layer.core("default")) for layer in cores_of(shop.native)}) > 1
+    for layer in cores_of(shop.native):
+        R = layer.frozencore_scale["default"] * layer.core("default").detach()
+        torch.testing.assert_close(manager.modules[f"{layer.name}.core"].cores[1], R.T)
+    manager.modules["another.core"] = Slot(2)  # a layer without a core fails when the tenant is activated
+    with pytest.raises(KeyError):
+        frozencore_vllm.TenantWorker.put_tenant(worker, 1, tenant_weights(shop.native))
+    assert (manager.known, manager.active) == ({}, [])
 
 
 @pytest.mark.parametrize("name", ["nobody", "../tenants/carol", "carol/adapter", ".", "", "carol\n", "basis"])

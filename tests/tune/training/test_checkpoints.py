@@ -8,16 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from fixtures import few
-from forked import ended
+from forked import as_ranks, ended
 from frozencore import calibrate
 from frozencore.errors import TrainingError
 from frozencore.tune.adapters import add_adapter, default_targets
@@ -92,6 +94,24 @@ def test_a_checkpoint_that_is_not_whole_is_skipped_with_a_warning(damage: str, t
     assert report.resumed_from == tmp_path / "cut" / ("checkpoint-6" if damage == "empty" else "checkpoint-4")
     assert report.training.losses == expected.training.losses
     require_equal(resumed, whole)
+
+
+def resume_as_one_of_two(folder: Path, rank: int) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    whole, expected = trained("alone", folder)
+    if rank == 0:
+        shutil.rmtree(folder / "checkpoint-8")
+    dist.barrier()
+    resumed, report = trained("alone", folder, resume=True)
+    assert report.resumed_from == folder / "checkpoint-6"  # two of the four steps of the second epoch are done
+    assert report.training.losses == expected.training.losses
+    require_equal(resumed, whole)
+    dist.destroy_process_group()
+
+
+def test_two_processes_go_on_with_the_rows_of_the_epoch_in_which_they_stopped(tmp_path: Path) -> None:
+    done = ended(partial(as_ranks, 2, partial(resume_as_one_of_two, tmp_path / "run")), tmp_path)
+    assert done.status == 0, done.err[-2000:]
 
 
 def require_equal(a: nn.Module, b: nn.Module) -> None:

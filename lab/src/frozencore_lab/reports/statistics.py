@@ -208,8 +208,8 @@ def _drawn_differences(
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down adjustment over the tests with a p, in the given order."""
-    known = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
+    """Holm's step-down adjustment over the tests with a p, in the given order; NaN is none."""
+    known = sorted((p, i) for i, p in enumerate(p_values) if p is not None and not math.isnan(p))
     adjusted: list[float | None] = [None] * len(p_values)
     largest = 0.0
     for place, (p, i) in enumerate(known):

@@ -22,7 +22,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from frozencore.calibration.preserve import own_random_state, without_randomness
-from frozencore.distributed import broadcast_from_rank0, num_ranks
+from frozencore.distributed import broadcast_from_rank0, num_ranks, wait_for_all
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.text import Progress
 from frozencore.tune.record import SelectedCheckpoint, TrainedSteps
@@ -154,6 +154,7 @@ def train(
                 trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
             except EndedEarly:
                 trainer._load_best_model()
+        wait_for_all()  # the first process removes a folder of its own, from which the others load the chosen step
     state, scores = trainer.state, scores_in(trainer.state.log_history)
     is_early = state.global_step < state.max_steps
     if is_early and not (selection and is_patience_lost(scores, selection.patience)):

@@ -7,6 +7,7 @@ tokens.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -44,24 +45,24 @@ class RowOrder(Sampler[int]):
     would fill the last batches of an epoch with rows that were trained on already, so the index behind the rows, that
     of a row without loss (:func:`row_without_loss`), fills them here.
 
+    A training that resumes inside an epoch wraps the sampler so deeply that neither accelerate nor the Trainer finds it
+    to set the epoch, so it asks for the epoch when it begins.
+
     Args:
         at_once: Rows of one pass of all processes.
+        epoch: The epoch that begins, or goes on, when the rows are asked for.
     """
 
-    def __init__(self, num_rows: int, recipe: Recipe, at_once: int) -> None:
-        self._num_rows, self._recipe, self._epoch = num_rows, recipe, 0
+    def __init__(self, num_rows: int, recipe: Recipe, at_once: int, epoch: Callable[[], int]) -> None:
+        self._num_rows, self._recipe, self._epoch = num_rows, recipe, epoch
         self._missing = -num_rows % at_once if num_ranks() > 1 else 0
 
     def __len__(self) -> int:
         return self._num_rows + self._missing
 
     def __iter__(self) -> Iterator[int]:
-        yield from self._recipe.row_order(self._num_rows, self._epoch)
+        yield from self._recipe.row_order(self._num_rows, self._epoch())
         yield from [self._num_rows] * self._missing
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called before each epoch."""
-        self._epoch = epoch
 
 
 def row_without_loss(pad_id: int) -> TokenRow:
@@ -150,7 +151,13 @@ class CompletionTrainer(Trainer):
         super().__init__(**trainer)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return RowOrder(len(self.train_dataset) - 1, self.recipe, self.args.train_batch_size * num_ranks())
+        at_once = self.args.train_batch_size * num_ranks()
+        own = weakref.proxy(self)  # a cycle of references would keep the model
+
+        def epoch() -> int:
+            return int(own.state.global_step // (own.state.max_steps // own.recipe.epochs))
+
+        return RowOrder(len(self.train_dataset) - 1, self.recipe, at_once, epoch)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         share = partial(self.recipe.share_of_rate, num_steps=num_training_steps)
