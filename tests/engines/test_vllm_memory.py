@@ -25,7 +25,7 @@ PROMPTS = [[1, 40, 77, 300], [1, 9, 255, 31, 8]]
 
 @pytest.fixture(scope="module")
 def native(base: Path) -> PeftModel:
-    return cores_on(load_base(base), alpha=12.0)
+    return cores_on(load_base(base), alpha=12.0, rank_pattern={"q_proj": 4})
 
 
 @pytest.fixture(scope="module")
