@@ -82,7 +82,7 @@ class SavedAdapter:
             tensors |= basis_tensors(self.basis)
         with atomic_folder(out, overwrite=overwrite, reads=[self.folder, self.config.basis]) as aside:
             save_file({key: X.contiguous() for key, X in tensors.items()}, aside / WEIGHTS_FILE, {"format": "pt"})
-            config = read_config(self.folder) | ({} if self.basis is not None else {"basis": self.config.basis})
+            config = read_config(self.folder) | ({"basis": self.config.basis} if self.config.basis else {})
             (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
             if (self.folder / CARD_FILE).is_file():
                 card = (self.folder / CARD_FILE).read_text(encoding="utf-8")
