@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import CONSTRUCTORS, FrozenCoreConfig
-from frozencore.adapter.core_layers import frozen_core_layers
+from frozencore.adapter.loaded_adapter import frozen_core_layers
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 

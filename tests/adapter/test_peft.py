@@ -38,8 +38,8 @@ from frozencore import (
     set_basis,
     swap_core,
 )
-from frozencore.adapter.core_layers import frozen_core_layers
 from frozencore.adapter.layer import UncalibratedWarning
+from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.errors import ArtifactError
 from tiny import (

@@ -15,7 +15,7 @@ from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from frozencore import FrozenCoreConfig
-from frozencore.adapter.core_layers import frozen_core_layers
+from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.cli.evaluate import runs_trained_on
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path

@@ -11,7 +11,7 @@ import torch
 from peft import get_peft_model
 
 from frozencore import FrozenCoreConfig
-from frozencore.adapter.core_layers import frozen_core_layers
+from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ArtifactError
 from frozencore.maths.whitening import damped

@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.core_layers import only_adapter
 from frozencore.adapter.layer import BasisState, FrozenCoreLinear
+from frozencore.adapter.loaded_adapter import only_adapter
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.calibration.batches import Batch, can_split, example_at, num_examples_of
 from frozencore.calibration.calibration_options import CalibrationOptions

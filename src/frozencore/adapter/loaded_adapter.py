@@ -1,19 +1,22 @@
-"""An adapter in a model: its name, its configuration and its layers, and what these hold."""
+"""An adapter in a model: its name, its configuration and its layers, what these hold, and a pass with it alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from frozencore.adapter.base_record import record_base, require_same_weights
 from frozencore.adapter.basis import Basis, require_same_id
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
 from frozencore.adapter.core import Core
-from frozencore.adapter.core_layers import frozen_core_layers
 from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.maths.basis import LayerBasis
+from frozencore.quiet import with_attributes
 
 
 @dataclass(frozen=True)
@@ -107,3 +110,21 @@ class LoadedAdapter:
         there = all(self.name in layer.frozencore_R for layer in self.layers.values())
         here = self.attached_id if there else None
         require_same_id("What was prepared", basis_id, f"the adapter {self.name!r} now has", here)
+
+
+@contextmanager
+def only_adapter(model: nn.Module, adapter_name: str, *, with_cores: bool = True) -> Iterator[None]:
+    """Compute with one adapter and the modules that it trains inside; with_cores=False leaves out its cores."""
+    with ExitStack() as undo:
+        for module in model.modules():
+            if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+                is_off = isinstance(module, BaseTunerLayer) and adapter_name not in module._get_available_adapters()
+                is_off |= isinstance(module, FrozenCoreLinear) and not with_cores
+                undo.enter_context(with_attributes(module, _disable_adapters=is_off, _active_adapter=[adapter_name]))
+        yield
+
+
+def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenCoreLinear]:
+    """The layers that have an adapter, by their name in the base model."""
+    layers = (module for module in model.modules() if isinstance(module, FrozenCoreLinear))
+    return {layer.name: layer for layer in layers if adapter_name in layer.frozencore_R}

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from frozencore.adapter.core_layers import frozen_core_layers
+from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.cli.display import console
 from frozencore.errors import ConfigError, DataError
 from frozencore.tune.evaluate import BASE, BaseWithAdapter, adapter_names, settings_of, style_of

@@ -16,9 +16,8 @@ from frozencore.adapter.basis import read_header
 from frozencore.adapter.calibrate import calibrate
 from frozencore.adapter.card import begin_model_card
 from frozencore.adapter.core import Core
-from frozencore.adapter.core_layers import frozen_core_layers
 from frozencore.adapter.learning_rate import proposed_learning_rate
-from frozencore.adapter.loaded_adapter import LoadedAdapter
+from frozencore.adapter.loaded_adapter import LoadedAdapter, frozen_core_layers
 from frozencore.adapter.swap import read_core
 from frozencore.calibration.batches import Batch
 from frozencore.constructors import COMPRESSED

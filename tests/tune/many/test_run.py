@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from forked import start
 from frozencore import FrozenCoreConfig, basis_id, calibrate, load_basis
-from frozencore.adapter.core_layers import frozen_core_layers
+from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.errors import ArtifactError, ConfigError, DataError, TrainingError
 from frozencore.tune.adapt import Precomputed
 from frozencore.tune.calibrate_only import execute_calibration
