@@ -80,6 +80,7 @@ BEFORE_TORCH = {
     f"calibrate --model none/at/all --task sst2 {X}": "there is no such folder",
     f"tune {P}": "Give --out DIR, or --dry-run",
     f"tune {M} --data - --eval-data - {X}": "The standard input is one source of rows, but two options name it",
+    f"tune {M} --data rows.jsonl --eval-data - --calibration-data - {X}": "one source of rows, but two options name it",
     f"tune {M} --data none.jsonl {X}": "there is no file none.jsonl",
     f"tune {M} --data rows.txt {X}": "Convert it to one of these",
     f"tune {M} --data rows.jsonl --data rows.jsonl {X}": "rows.jsonl comes twice",

@@ -113,7 +113,7 @@ class RowsConfig(ConfigPart):
             object.__setattr__(self, "calibration_data", None)
         if self.data is None:
             raise ConfigError("A run learns rows: give --data FILE, or --data task:NAME for a task of the lab.")
-        if STANDARD_INPUT in self.sources and STANDARD_INPUT in (self.eval_data, self.calibration_data):
+        if [*self.sources, self.eval_data, self.calibration_data].count(STANDARD_INPUT) > 1:
             raise ConfigError("The standard input is one source of rows, but two options name it. Give one as a file.")
         if self.eval_data is not None and is_named(self.eval_data):
             raise ConfigError(
