@@ -68,7 +68,7 @@ from harness import ROOT, Record, parser_of, study_file, table, with_range
 from tenant_rows import Tenant, TenantPlan, manifest_of
 from tenant_study import RANK, SEED, Adapters, Job, Results, Study, Updates, key, put_factors, rows_of, study_model
 from tenant_tables import with_interval
-from tenants_quality import Sharing, mean_of
+from tenants_quality import mean_of
 
 TRAIN, VALIDATION, EPOCHS, CALIBRATION = 96, 54, 4, 16
 NEWCOMERS = {
@@ -146,13 +146,8 @@ QUICK_CUTS = {
 GROUP = 4
 """How many data sets train together in an arm before the next arm has them."""
 QUICK_ARMS: Sequence[tuple[str, int]] = [
-    ("base", 0),
-    ("fcca", 4),
-    ("lora", 2),
-    ("own", 4),
-    ("tuned", 4),
-    ("measured", 4),
-]
+    ("base", 0), ("fcca", 4), ("lora", 2), ("own", 4), ("eva", 4), ("tuned", 4), ("measured", 4),
+]  # fmt: skip
 SCORED = "rows 97 to 150 choose rates, the eval files score"
 
 
@@ -178,7 +173,7 @@ def quick_tenants() -> dict[str, Tenant]:
     return {plan.task: Tenant(plan, part) for plan, part in zip(plans, parts, strict=True)}
 
 
-class Datasets(Sharing):
+class Datasets(Study):
     """The study: every arm is searched, trained and scored, then scored again at fewer bits."""
 
     calibration: ClassVar[int] = CALIBRATION

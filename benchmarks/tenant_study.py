@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,7 +31,7 @@ from frozencore import Core, basis_id, calibrate, frozen_core_layers, get_basis,
 from frozencore.calibration.collect import collect_moments
 from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.maths.capture import CAPTURE_NEEDS
-from frozencore.maths.moments import LayerMoments
+from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.tune.adapters import add_adapter
 from frozencore.tune.load import load_model
 from frozencore.tune.many.tenant import Tenant as CoreTenant
@@ -241,23 +241,23 @@ class Study:
         }
         return adapted(self.model, method, rank, seed, layers)
 
-    def moments(self, name: str, seed: int = SEED) -> dict[str, LayerMoments]:
+    def moments(self, name: str, seed: int = SEED, needs: Set[MomentName] = CAPTURE_NEEDS) -> dict[str, LayerMoments]:
         """The moments of a tenant's calibration rows, in batches of like length, so that little is padding."""
         with self.adapted("random", 1, 0) as bare:
             names = list(frozen_core_layers(bare, "default"))
         rows = self.tokens(calibration_rows(self.tenants[name].rows["train"], self.calibration, seed=seed))
         layers = {layer: self.model.get_submodule(layer) for layer in names}
         batches = calibration_batches(rows, self.encoder.pad_id)
-        return collect_moments(self.model, batches, layers, needs=CAPTURE_NEEDS)
+        return collect_moments(self.model, batches, layers, needs=needs)
 
     def basis(self, constructor: str, rank: int, seed: int = SEED) -> dict[str, Tensor]:
         """A basis for all tenants: of the pooled moments of the calibrated ones, if its constructor reads any."""
 
         def made() -> dict[str, Tensor]:
             pooled: dict[str, LayerMoments] = {}
-            if METHODS[constructor].needs(MethodConfig(name=constructor)):
+            if needs := METHODS[constructor].needs(MethodConfig(name=constructor)):
                 for name in self.calibrated:
-                    for layer, found in self.moments(name, seed).items():
+                    for layer, found in self.moments(name, seed, needs).items():
                         pooled[layer] = pooled[layer] + found if layer in pooled else found
             with self.adapted(constructor, rank, seed) as model:
                 if pooled:

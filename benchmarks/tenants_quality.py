@@ -38,7 +38,7 @@ a number of adapters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import sha256
@@ -54,9 +54,10 @@ from frozencore import Core, basis_id, frozen_core_layers, swap_core
 from frozencore.adapter.core import sum_cores
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.maths.basis import LayerBasis
+from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.compress import compress
 from frozencore.maths.linalg import complete_orthonormal, seeded_generator
-from frozencore.maths.moments import LayerMoments
+from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.tune.many.slots import held_out_losses
 from frozencore.tune.rows import TokenRow
 from harness import parser_of, study_file
@@ -108,14 +109,15 @@ SEEDS_KEPT = (2, 5, 10)
 class Sharing(Study):
     """The study of shared bases; the moments of a seed are held for all arms and ranks."""
 
-    held: tuple[int, dict[str, dict[str, LayerMoments]]] = (0, {})
+    held: tuple[int, dict[tuple[str, Set[MomentName]], dict[str, LayerMoments]]] = (0, {})
 
-    def moments(self, name: str, seed: int = SEED) -> dict[str, LayerMoments]:
+    def moments(self, name: str, seed: int = SEED, needs: Set[MomentName] = CAPTURE_NEEDS) -> dict[str, LayerMoments]:
         if self.held[0] != seed:
             self.held = seed, {}
-        if name not in self.held[1]:
-            self.held[1][name] = super().moments(name, seed)
-        return self.held[1][name]
+        at = name, needs - CAPTURE_NEEDS
+        if at not in self.held[1]:
+            self.held[1][at] = super().moments(name, seed, needs | CAPTURE_NEEDS)
+        return self.held[1][at]
 
     def run(self) -> None:
         self.measure_base()
