@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,15 +13,10 @@ from hypothesis import strategies as st
 
 import references as ref
 from fixtures import tried
+from frozencore import fcca_basis, rawgrad_basis
 from frozencore.adapter.basis import Basis
-from frozencore.constructors import (
-    CONSTRUCTORS,
-    BasisOptions,
-    build_basis,
-    fcca_basis,
-    rawgrad_basis,
-)
-from frozencore.maths.basis import COORDINATES, LayerBasis, known_basis
+from frozencore.constructors import CONSTRUCTORS, BasisOptions, build_basis
+from frozencore.maths.basis import Coordinates, LayerBasis, known_basis
 from frozencore.maths.whitening import Whitening
 from frozencore_lab.basis_analysis import analyse, coherence
 from references import Array, numpy_of
@@ -43,7 +39,7 @@ def best_update(G: Array, A: Array, D: Array, basis: LayerBasis, eta: float) -> 
     return P @ ref.best_core(G, A, D, P, Q, eta, s=1.0) @ Q.T
 
 
-@pytest.mark.parametrize("coordinates", COORDINATES)
+@pytest.mark.parametrize("coordinates", get_args(Coordinates))
 @pytest.mark.parametrize("fisher", ["diagonal", "dense"])
 def test_in_the_fcca_span_it_is_the_update_of_theorem_one(fisher: str, coordinates: str) -> None:
     """ΔW* = -η D^-½ [T]_r A^-½, whatever the coordinates of the core."""
@@ -85,7 +81,7 @@ def test_j_and_the_best_objective_do_not_depend_on_coordinates(constructor: str)
     layer, eta = drawn_layer(), 0.5
     G, A, D = metric(layer, 1e-2, dense=False)
     found = []
-    for coordinates in COORDINATES:
+    for coordinates in get_args(Coordinates):
         basis = build_basis(constructor, layer.evidence(), BasisOptions(r=RANK, coordinates=coordinates))
         found.append(ref.captured(G, A, D, numpy_of(basis.P), numpy_of(basis.Q)))
         # The objective at its best is -η/2 J: only the spans matter.

@@ -108,7 +108,12 @@ RUNS = [
     ({"method": "eva", "damping": 0.1}, "The method 'eva' does not read damping"),
     *(
         ({"task": None, **rows}, "the standard input can be read once")
-        for rows in ({"data": "-"}, {"data": ["a.jsonl", "-"]}, {"data": "a.jsonl", "eval_data": "-"})
+        for rows in (
+            {"data": "-"},
+            {"data": ["a.jsonl", "-"]},
+            {"data": "a.jsonl", "eval_data": "-"},
+            {"data": "a.jsonl", "calibration_data": "-"},
+        )
     ),
 ]
 

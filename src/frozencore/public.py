@@ -20,21 +20,13 @@ from frozencore.adapter.swap import get_core, prepare_swap, swap_core
 from frozencore.calibration.calibrate import build_bases
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.constructors import (
-    CONSTRUCTORS,
-    BasisOptions,
-    LayerData,
-    build_basis,
-    eva_basis,
-    fcca_basis,
-    filora_basis,
-    lora_xs_basis,
-    milora_basis,
-    random_basis,
-    rawgrad_basis,
-    signgrad_basis,
-    vera_basis,
-)
+from frozencore.constructors import CONSTRUCTORS, BasisOptions, LayerData, build_basis
+from frozencore.constructors.eva import eva_basis
+from frozencore.constructors.fcca import fcca_basis, rawgrad_basis
+from frozencore.constructors.filora import filora_basis
+from frozencore.constructors.lora_xs import lora_xs_basis, milora_basis
+from frozencore.constructors.random import random_basis, vera_basis
+from frozencore.constructors.signgrad import signgrad_basis
 from frozencore.errors import FrozenCoreError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import LayerMoments

@@ -46,6 +46,15 @@ def test_a_basis_of_a_folder_makes_the_same_adapter(constructor: str, dtype: tor
     model.train()(**BATCHES[0]).loss.backward()
 
 
+def test_an_adapter_without_data_has_its_own_basis_beside_one_whose_basis_was_set() -> None:
+    model, other = adapted("random"), get_basis(adapted("fcca"))
+    built = factors_of(model)
+    set_basis(model, other)
+    model.add_adapter("own", FrozenCoreConfig(r=3, alpha=None, constructor="random"))
+    assert get_basis(model, "own").id == basis_id(adapted("random"))
+    assert not all_equal(factors_of(model), built)
+
+
 def test_a_basis_is_a_copy_and_a_new_one_resets_its_own_core_alone() -> None:
     model, basis = adapted("fcca", trained=True), get_basis(adapted("random"))
     before = logits(model)
@@ -132,13 +141,28 @@ def where_the_configuration_says(_: PeftModel, saved: Path) -> PeftModel:
     return PeftModel.from_pretrained(tiny_qwen2(), far_away(saved))
 
 
+def where_the_configuration_says_beside_a_damaged_one(_: PeftModel, saved: Path) -> PeftModel:
+    far = Path(far_away(saved))
+    (far.parent / "basis").mkdir()
+    (far.parent / "basis" / "basis.json").write_text('{"format": 4}')
+    return PeftModel.from_pretrained(tiny_qwen2(), str(far))
+
+
 def where_the_caller_says(_: PeftModel, saved: Path) -> PeftModel:
     basis = shutil.move(saved.parent / "basis", saved.parent / "elsewhere")
     return PeftModel.from_pretrained(tiny_qwen2(), far_away(saved), basis=str(basis))
 
 
 @pytest.mark.parametrize(
-    "load", [beside, beside_in_low_memory, in_the_model, where_the_configuration_says, where_the_caller_says]
+    "load",
+    [
+        beside,
+        beside_in_low_memory,
+        in_the_model,
+        where_the_configuration_says,
+        where_the_configuration_says_beside_a_damaged_one,
+        where_the_caller_says,
+    ],
 )
 def test_loading_finds_the_basis(load: Callable[[PeftModel, Path], PeftModel], model: PeftModel, saved: Path) -> None:
     expected = logits(model)

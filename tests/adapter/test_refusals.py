@@ -167,6 +167,12 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({option: expression}, "") for expression in ("(", "a{99999999999}", "(" * 9000 + ")" * 9000)
       for option in ("target_modules", "exclude_modules")),
     *(({"rank_pattern": {expression: 2}}, "") for expression in ("(", "a{99999999999}", "(" * 9000 + ")" * 9000)),
+    ({"allow_other_base": "false"}, "allow_other_base must be true or false, but 'false' was given"),
+    ({"init_weights": 3}, "init_weights must be true or false, but 3 was given"),
+    ({"learning_rate": "x"}, "learning_rate must be a number or none, but 'x' was given"),
+    ({"layers_to_transform": "a"}, "layers_to_transform must be .*, but 'a' was given"),
+    ({"target_modules": 3}, "target_modules must be .*, but 3 was given"),
+    ({"rank_pattern": [1]}, "rank_pattern must be .*, but .1. was given"),
     *(({name: 1}, f"argument '{name}'. It is LoraConfig's: .*") for name in INSTEAD_OF_LORA),
     *(({name: 1}, f"unexpected keyword argument '{name}'. Give {ours} instead") for name, ours in (
         ("method", "constructor"), ("rank", "r"), ("lora_r", "r"), ("targets", "target_modules"), ("dampin", "damping")

@@ -22,9 +22,9 @@ from frozencore.constructors import (
     build_basis,
     find_constructor,
 )
-from frozencore.constructors.eva import EVA_OUTPUTS
+from frozencore.constructors.eva import EvaOutput
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.maths.basis import COORDINATES, LayerBasis
+from frozencore.maths.basis import Coordinates, LayerBasis
 from frozencore.maths.linalg import SvdMethod, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Fisher, Sides
@@ -62,7 +62,7 @@ WRITTEN_IN = {
 }
 
 
-@pytest.mark.parametrize("coordinates", COORDINATES)
+@pytest.mark.parametrize("coordinates", get_args(Coordinates))
 @EVERY
 def test_every_constructor_writes_its_raw_factors_in_the_chosen_coordinates(constructor: str, coordinates: str) -> None:
     layer = drawn_layer().evidence()
@@ -178,7 +178,7 @@ def test_bases_ignore_loss_scale_and_sums_against_means(constructor: str) -> Non
         torch.testing.assert_close(found.Q, expected.Q, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("coordinates", COORDINATES)
+@pytest.mark.parametrize("coordinates", get_args(Coordinates))
 @EVERY
 def test_a_rank_deficient_layer_is_completed_with_orthonormal_directions(constructor: str, coordinates: str) -> None:
     layer = layer_of_rank(2)
@@ -269,7 +269,7 @@ VARIANTS = [
     *(
         ("eva", EvaOptions(r=3, eva_center=center, eva_output=output))
         for center in (False, True)
-        for output in EVA_OUTPUTS
+        for output in get_args(EvaOutput)
     ),
 ]
 

@@ -9,11 +9,7 @@ import pytest
 import torch
 
 import references as ref
-from frozencore.constructors import (
-    BasisOptions,
-    EvaOptions,
-    LayerData,
-    build_basis,
+from frozencore import (
     eva_basis,
     fcca_basis,
     filora_basis,
@@ -24,6 +20,7 @@ from frozencore.constructors import (
     signgrad_basis,
     vera_basis,
 )
+from frozencore.constructors import BasisOptions, EvaOptions, LayerData, build_basis
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Whitening

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 import references as ref
 from frozencore.errors import CalibrationError
-from frozencore.maths.basis import COORDINATES, LayerBasis, basis_from_factors
+from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
 from frozencore.maths.capture import core_gradient
 from references import numpy_of
 
@@ -26,7 +26,7 @@ def made(coordinates: str, k: int = 4, rank: int = 4, **options: Any) -> tuple[t
     return P0, Q0, basis
 
 
-@pytest.mark.parametrize("coordinates", COORDINATES)
+@pytest.mark.parametrize("coordinates", get_args(Coordinates))
 def test_every_update_in_raw_factors_is_an_update_in_any_coordinates(coordinates: str) -> None:
     """P₀ Z Q₀ᵀ = P (T_P Z T_Qᵀ) Qᵀ (paper, section 3.3)."""
     P0, Q0, basis = made(coordinates)
@@ -55,7 +55,7 @@ def test_raw_is_the_factor_itself_and_scaled_raw_differs_by_one_scalar() -> None
         assert float(X.norm()) == pytest.approx(2.0, rel=1e-6)  # of four orthonormal columns
 
 
-@pytest.mark.parametrize("coordinates", COORDINATES)
+@pytest.mark.parametrize("coordinates", get_args(Coordinates))
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_missing_directions_are_orthonormal_to_the_rest_in_every_coordinates(coordinates: str, k: int) -> None:
     P0, Q0, basis = made(coordinates, k=k, rank=6, seed=5)

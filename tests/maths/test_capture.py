@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import references as ref
-from frozencore.constructors import random_basis
+from frozencore import random_basis
 from frozencore.maths import capture as capture_module
-from frozencore.maths.basis import COORDINATES
+from frozencore.maths.basis import Coordinates
 from frozencore.maths.capture import Capture, measure_capture
 from frozencore.maths.moments import max_over_median
 from references import Array, numpy_of
@@ -34,7 +35,7 @@ def reference(layer, basis) -> tuple[Array, Array, Array, Array, Array]:  # type
 SIZES = st.integers(3, 9)
 
 
-@given(SIZES, SIZES, st.integers(1, 3), st.integers(0, 1000), st.sampled_from(sorted(COORDINATES)))
+@given(SIZES, SIZES, st.integers(1, 3), st.integers(0, 1000), st.sampled_from(sorted(get_args(Coordinates))))
 def test_every_number_is_its_definition(m: int, n: int, rank: int, seed: int, coordinates: str) -> None:
     layer = drawn_layer(m, n, num_tokens=40, seed=seed)
     basis = random_basis((m, n), rank, coordinates=coordinates, seed=seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import references as ref
-from frozencore.constructors import lora_xs_basis, milora_basis
+from frozencore import lora_xs_basis, milora_basis
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import (
-    SVD_METHODS,
+    SvdMethod,
     all_finite,
     complete_orthonormal,
     effective_rank,
@@ -43,7 +44,7 @@ def decaying(m: int, n: int, exponent: float, seed: int, rank: int | None = None
 
 
 @pytest.mark.parametrize("shape", [(9, 7), (7, 9), (8, 8), (5, 1), (1, 5)])
-@pytest.mark.parametrize("method", SVD_METHODS)
+@pytest.mark.parametrize("method", get_args(SvdMethod))
 def test_every_svd_method_equals_the_full_svd(method: str, shape: tuple[int, int]) -> None:
     M = random_matrix(*shape)
     U, S, V = (ref.numpy_of(part) for part in truncated_svd(M, 4, method=method))
@@ -56,7 +57,7 @@ def test_every_svd_method_equals_the_full_svd(method: str, shape: tuple[int, int
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("method", SVD_METHODS)
+@pytest.mark.parametrize("method", get_args(SvdMethod))
 def test_every_svd_has_the_matrixs_dtype_canonical_signs_and_the_same_bytes_each_time(
     method: str, dtype: torch.dtype
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,10 @@ from frozencore.tune.evaluate import (
     evaluate_adapters,
     style_of,
 )
-from frozencore.tune.load import load_model
+from frozencore.tune.load import load_model, require_embedded
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import EvaluationRecord, TaskScore
-from frozencore.tune.rows import Row, TokenRow
+from frozencore.tune.rows import ChoiceTokens, Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.scoring import answers
 from frozencore.tune.scoring.forward import Prediction
@@ -44,6 +44,7 @@ from frozencore_lab.tasks.registry import PAPER_TASKS, find_task
 from frozencore_lab.tasks.task import Task
 from input_files import FEATURES, write_hub_folder
 from small_runs import RESOLVED, made_up_record, silent
+from tiny import tiny_qwen2
 
 PREFIX = "frozencore_"
 _MODULE = "frozencore_tasks"
@@ -309,6 +310,12 @@ def test_a_token_without_an_embedding_is_refused_before_any_score(
     with pytest.raises(ModelError, match="but the model has embeddings of 8 tokens only"):
         evaluate_adapters(evaluation(data=(str(tmp_path / "rows.jsonl"),)), tmp_path / "out", silent)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_choice_without_an_embedding_is_refused_too(byte_tokenizer: Callable[..., Any]) -> None:
+    wrong = TokenRow("row", [1, 2], 1, choices=ChoiceTokens("row", [1], [[2], [9]]))
+    with pytest.raises(ModelError, match="but the model has embeddings of 8 tokens only"):
+        require_embedded(tiny_qwen2(vocab_size=8), byte_tokenizer(), [wrong])
 
 
 def test_prompts_beyond_the_limit_are_refused_or_counted(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from fixtures import LAB
+from frozencore.calibration.calibrate import Calibration, LayerCalibration
 from frozencore.errors import ArtifactError
 from frozencore.files.atomic_write import atomic_folder, require_writable, write_json
 from frozencore.maths.capture import Capture
+from frozencore.tune.calibration_record import CalibrationSummary
 from frozencore.tune.provenance import source_commit
 from frozencore.tune.record import Alignment, Failure, Provenance, StabilityRecord, read_failure, read_record
 from small_runs import RESOURCES, SCORE, made_up_record, record_content
@@ -24,6 +26,11 @@ from small_runs import RESOURCES, SCORE, made_up_record, record_content
 def test_nan_and_infinity_become_null_and_paths_text(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"x": float("nan"), "y": [float("inf"), 1.5], "z": Path("p"), 3: (True, None)})
     assert json.loads((tmp_path / "a.json").read_text()) == {"x": None, "y": [None, 1.5], "z": "p", "3": [True, None]}
+
+
+def test_the_tokens_of_a_calibration_are_the_most_that_a_layer_received() -> None:
+    layers = {name: LayerCalibration(2, 2, tokens, (1.0, 0.5), None, None) for name, tokens in (("a", 5), ("b", 9))}
+    assert CalibrationSummary.of(Calibration(layers, collect_s=0.1, build_s=0.1)).num_tokens == 9
 
 
 def test_a_failed_write_leaves_the_earlier_file_and_no_litter(tmp_path: Path) -> None:

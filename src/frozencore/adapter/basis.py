@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -174,8 +174,9 @@ def basis_beside(basis_id: str, folder: Path) -> Path | None:
     """Find a basis by its id: in an adapter's folder, the two above it, and the folder ``basis`` of each."""
     for parent in (folder, *folder.absolute().parents[:2]):
         for place in (parent / "basis", parent):
-            if (place / HEADER_FILE).is_file() and read_header(place).id == basis_id:
-                return place
+            with suppress(ArtifactError):  # damaged, or of an earlier version: then it is not this one
+                if (place / HEADER_FILE).is_file() and read_header(place).id == basis_id:
+                    return place
     return None
 
 
@@ -189,26 +190,6 @@ def find_basis(origin: str, basis_id: str, place: str | None, revision: str | No
     Raises:
         ArtifactError: It is not there, or has another id.
     """
-    with _known_place(origin, basis_id, place) as known:
-        basis = load_basis(known, revision)
-    require_same_id(origin, basis_id, f"{place} is", basis.id)
-    return basis
-
-
-def find_ranks(origin: str, basis_id: str, place: str | None, revision: str | None = None) -> dict[str, int]:
-    """Read r of each layer of the basis of a core; P and Q are not read. The arguments are as in :func:`find_basis`."""
-    with _known_place(origin, basis_id, place) as known:
-        folder = _folder(known, revision)
-    require_same_id(origin, basis_id, f"{place} is", read_header(folder).id)
-    with _reading(folder), safe_open(folder / FACTORS_FILE, framework="pt") as file:
-        shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - not a mapping
-    ranks = {key.removesuffix(".P"): shape[1] for key, shape in shapes.items() if key.endswith(".P")}
-    return dict(sorted(ranks.items()))
-
-
-@contextmanager
-def _known_place(origin: str, basis_id: str, place: str | None) -> Iterator[str]:
-    """The place of a core's basis; an error in it names the core."""
     if place is None or not (is_folder(place) or is_hub_id(place)):
         nor = "" if place is None else f" or at {place}"
         raise ArtifactError(
@@ -216,9 +197,11 @@ def _known_place(origin: str, basis_id: str, place: str | None) -> Iterator[str]
             "it beside the adapter as 'basis', or pass basis=FOLDER."
         )
     try:
-        yield place
+        basis = load_basis(place, revision)
     except ArtifactError as error:
         raise ArtifactError(f"{origin} has a core on the basis {basis_id}, which cannot be read: {error}") from error
+    require_same_id(origin, basis_id, f"{place} is", basis.id)
+    return basis
 
 
 def require_same_id(origin: str, basis_id: str, other: str, other_id: str | None) -> None:

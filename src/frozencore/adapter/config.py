@@ -10,13 +10,12 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import NoneType
 from typing import Any, Self
 
 from peft import PeftConfig
 from torch import nn
 
-from frozencore.adapter.basis import Basis, basis_beside, find_basis, find_ranks, read_header
+from frozencore.adapter.basis import Basis, basis_beside, find_basis, read_header
 from frozencore.adapter.card import CARD_FILE, num_tokens, write_model_card
 from frozencore.adapter.named_layers import key_for, require_names
 from frozencore.constructors import (
@@ -37,7 +36,7 @@ from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, PICKLE_FILE,
 from frozencore.files.atomic_write import allow_as_umask
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import MomentName
-from frozencore.options import options_of
+from frozencore.options import check_options, options_of
 from frozencore.text import nearest_name
 
 INSTEAD_OF_LORA: Mapping[str, str] = {
@@ -54,12 +53,6 @@ INSTEAD_OF_LORA: Mapping[str, str] = {
     "loftq_config": "bases are computed of the weights as they are: quantise the model when it is loaded",
 }
 """What to do instead of each option of ``LoraConfig``."""
-KINDS: Mapping[str, tuple[type, ...]] = {
-    "rank_pattern": (dict,), "alpha_pattern": (dict,), "constructor_options": (dict,), "base_record": (dict, NoneType),
-    "base_model_name_or_path": (str, NoneType), "calibration_tokens": (int, NoneType),
-    "modules_to_save": (list, str, tuple, set, NoneType),
-}  # fmt: skip
-"""The types of options that no other check reads."""
 USUAL_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("method", "init", "initialization"), "constructor"),
     **dict.fromkeys(("rank", "lora_r", "r_core"), "r"),
@@ -136,8 +129,8 @@ class FrozenCoreConfig(
         constructor_options: Options of a registered constructor by name (:func:`frozencore.register_constructor`).
     """
 
-    target_modules: list[str] | str | None = None
-    exclude_modules: list[str] | str | None = None
+    target_modules: set[str] | list[str] | str | None = None
+    exclude_modules: set[str] | list[str] | str | None = None
     constructor: str = "fcca"
     rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, float] = field(default_factory=dict)
@@ -163,21 +156,21 @@ class FrozenCoreConfig(
         if self.basis is not None and self.basis_id is None:
             self._take_from_basis(self.basis)
         self.peft_type = FrozenCoreType.FROZENCORE
-        require_names(self)
-        refuse_foreign_names(self.constructor_options, constructor_options())
         for name in ("rank_pattern", "alpha_pattern", "constructor_options"):
             if getattr(self, name) is None:
                 setattr(self, name, {})
-        for name, kinds in KINDS.items():
-            if not isinstance(value := getattr(self, name), kinds):
-                known = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
-                raise ConfigError(f"{name} is of the type {known}, but {value!r:.80} was given.")
         if isinstance(self.modules_to_save, str):
             self.modules_to_save = [self.modules_to_save]  # PEFT would take each letter for a name
+        for name in ("modules_to_save", "layers_to_transform", "layers_pattern"):
+            if isinstance(given := getattr(self, name), tuple | set | range):
+                setattr(self, name, sorted(given) if isinstance(given, set) else [*given])
         for name in ("target_modules", "exclude_modules"):
             if isinstance(given := getattr(self, name), list | tuple):
                 setattr(self, name, set(given))  # PEFT compares sets
-        for alpha in (self.alpha, *self.alpha_pattern.values()):
+        check_options(self)
+        require_names(self)
+        refuse_foreign_names(self.constructor_options, constructor_options())
+        for alpha in self.alpha_pattern.values():
             options_of(ScaleOptions)["alpha"].validate(alpha)
         find_constructor(self.constructor)
         if not self.load_bases:  # unread options do not matter if the bases exist
@@ -258,11 +251,6 @@ class FrozenCoreConfig(
         """Read the basis that is named."""
         assert self.basis_id is not None
         return find_basis(origin, self.basis_id, self.basis, self.basis_revision)
-
-    def find_ranks(self, origin: str) -> dict[str, int]:
-        """Read r of each layer of the basis that is named."""
-        assert self.basis_id is not None
-        return find_ranks(origin, self.basis_id, self.basis, self.basis_revision)
 
     def make_basis(
         self, layers: Mapping[str, LayerBasis], *, base: Mapping[str, str] | None, calibrated_on: str | None = None

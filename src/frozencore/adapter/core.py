@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.maths.linalg import all_finite, weighted_sum
+from frozencore.maths.linalg import all_finite
 from frozencore.maths.quantise import BITS, largest_level, levels, pack, quantise, unpack
 
 BASE = "base_model.model."
@@ -220,6 +220,10 @@ def sum_cores(cores: Sequence[Core], names: Sequence[str], weights: Sequence[flo
             )
         core.require_size(len(cores[0].values))
     shares = [1 / len(cores)] * len(cores) if weights is None else weights
+    if len(shares) != len(cores):
+        raise ConfigError(f"A sum of {len(cores)} adapters needs as many weights, but {list(shares)} was given.")
     if odd := [share for share in shares if not isfinite(share)]:
         raise ConfigError(f"The weights of a sum are finite numbers, but {odd[0]} was given.")
-    return Core(cores[0].basis_id, weighted_sum([core.values for core in cores], shares))
+    parts = [share * core.values.detach().double() for share, core in zip(shares, cores, strict=True)]
+    total = torch.stack(parts).sum(0)
+    return Core(cores[0].basis_id, total.to(cores[0].values.dtype))

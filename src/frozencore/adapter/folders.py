@@ -57,8 +57,8 @@ class SavedAdapter:
 
     @cached_property
     def ranks(self) -> dict[str, int]:
-        """r by layer name, in the order of a core's values; P and Q are not read."""
-        return self.basis.ranks if self.basis is not None else self.config.find_ranks(str(self.folder))
+        """r by layer name, in the order of a core's values."""
+        return self.find_basis().ranks
 
     def write(
         self,

@@ -175,6 +175,8 @@ class FrozenCoreModel(BaseTuner):
     def _with_same_basis(self, adapter: LoadedAdapter) -> str | None:
         """Another adapter with the bases of the new one: of the same configuration, shapes and named basis."""
         config, layers = adapter.config, adapter.layers
+        if config.basis is None and not config.needs_calibration:
+            return None  # another adapter of this configuration may have got a basis since
         for name, other_config in self.peft_config.items():
             if name == adapter.name or other_config.constructor != config.constructor:
                 continue

@@ -175,7 +175,7 @@ def attention_projections(model: nn.Module) -> list[str]:
 def linear_names(model: nn.Module) -> list[str]:
     """The last parts of the names of all linear layers that can be adapted."""
     modules = _modules(model)
-    return sorted({_last(name) for name in modules if _is_target(name, modules)})
+    return sorted({last_part(name) for name in modules if _is_target(name, modules)})
 
 
 def is_plain_linear(layer: nn.Module) -> bool:
@@ -201,8 +201,8 @@ def is_called(name: str, block: nn.Module) -> bool:
 
     A core on a layer that is not called is not trained. In any other block calibration refuses such a layer by name.
     """
-    is_mamba = type(block).__name__.endswith("MambaMixer") and _last(name) == "dt_proj"
-    return not (is_mamba or (isinstance(block, nn.MultiheadAttention) and _last(name) == "out_proj"))
+    is_mamba = type(block).__name__.endswith("MambaMixer") and last_part(name) == "dt_proj"
+    return not (is_mamba or (isinstance(block, nn.MultiheadAttention) and last_part(name) == "out_proj"))
 
 
 def exclude_unusable(config: Any, model: nn.Module) -> None:
@@ -228,7 +228,8 @@ def _language_model(model: Any, modules: Mapping[str, nn.Module]) -> str | None:
     return next((name for name, module in modules.items() if module is decoder), None)
 
 
-def _last(name: str) -> str:
+def last_part(name: str) -> str:
+    """The layer's own name, without those of the modules around it."""
     return name.rpartition(".")[2]
 
 

@@ -49,6 +49,7 @@ from frozencore.calibration.hooks import (
 from frozencore.calibration.preserve import calibration_mode
 from frozencore.device import execution_device, to_device
 from frozencore.errors import CalibrationError, ConfigError
+from frozencore.files.fingerprint import base_of
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.text import Progress
@@ -144,7 +145,7 @@ def has_labels(model: nn.Module, batch: Batch) -> bool:
     """Whether a batch has what the model's own loss is made of: labels, or the positions of an answer."""
     if not isinstance(batch, Mapping):
         return False
-    taken = () if _is_language_model(model) else inspect.signature(_base_of(model).forward).parameters
+    taken = () if _is_language_model(model) else inspect.signature(base_of(model).forward).parameters
     names = ["labels", *(name for name in taken if "label" in name or name in ("start_positions", "end_positions"))]
     return any(batch.get(name) is not None for name in names)
 
@@ -178,17 +179,12 @@ def _part(model: nn.Module, output: Any, name: str) -> Tensor:
     return part
 
 
-def _base_of(model: Any) -> Any:
-    """The model under an adapter library's wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _needs_all_logits(model: nn.Module, spec: PassSpec) -> bool:
     """Return whether all positions need logits: a layer of the head is captured, or the model cannot leave any out.
 
     Without the other positions, a pass takes a seventh less time (benchmarks/calibration.py).
     """
-    base = _base_of(model)
+    base = base_of(model)
     backbone = getattr(base, getattr(base, "base_model_prefix", ""), base)
     below_head = {id(module) for module in backbone.modules()}
     return "logits_to_keep" not in inspect.signature(base.forward).parameters or any(

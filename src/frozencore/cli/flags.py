@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING
 from inspect import Parameter, Signature, signature
@@ -157,12 +157,12 @@ def help_of(option: Option) -> str:
 
 
 def _completions(option: Option) -> Callable[[str], list[str]]:
-    """A shell's completions of the value: the values of a short list, methods or tasks."""
-    named: Mapping[str, Iterable[str]] = {"method": METHODS}
+    """A shell's completions of the value: the values of a short list, or methods."""
     allowed = [str(value) for kind in option.kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    allowed += METHODS if option.name == "method" else ()
 
     def beginning_with(incomplete: str) -> list[str]:
-        return [value for value in (*allowed, *named.get(option.name, ())) if value.startswith(incomplete)]
+        return [value for value in allowed if value.startswith(incomplete)]
 
     return beginning_with
 

@@ -21,11 +21,11 @@ from frozencore.files.adapter_folder import (
     CONFIG_FILE,
     HEADER_FILE,
     PEFT_TYPE,
+    RUN_FILE,
     adapter_in,
     folder_of,
     read_config,
 )
-from frozencore.maths.basis import ORTHONORMAL_COORDINATES
 from frozencore.text import accuracy_in_words, num_of, one_line
 from frozencore.tune import folder as run_folder
 from frozencore.tune.folder import ADAPTER, RECORD
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PARTS = {
     RECORD: "the record",
     COMPRESSION_FILE: "what each adapter keeps",
-    run_folder.OPTIONS_FILE: "the flags of the run, for --config",
+    RUN_FILE: "the flags of the run, for --config",
     ADAPTER: "an adapter",
     run_folder.BASIS: "a basis, for --basis",
     run_folder.PREDICTIONS: "the answer to each scored row",
@@ -91,7 +91,7 @@ def inspect(
         console.print(*inside, sep="\n", soft_wrap=True)
     if (folder / HEADER_FILE).is_file():
         console.print(*_of_basis(basis, folder), sep="\n", soft_wrap=True)
-    orthonormal = basis.options["coordinates"] in ORTHONORMAL_COORDINATES
+    orthonormal = basis.options["coordinates"] == "qr"
     console.print(inspection_table(report.layers, every_layer=all_layers, orthonormal=orthonormal))
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     few = "" if report.bits in (None, 32) else f", values of {report.bits} bits"

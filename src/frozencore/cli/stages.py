@@ -22,7 +22,6 @@ LABELS = {
     "bases": "Build the bases",
     "rate": "Measure the rate",
     "try rate": "Try the rate",
-    "length": "Find a step's length",
     "train": "Train",
     "validate": "Score validation rows",
     "score": "Score",

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from frozencore.constructors.constructor import BasisOptions, Compressed, Constructor, LayerData
-from frozencore.constructors.eva import Eva, EvaOptions, eva_basis
-from frozencore.constructors.fcca import FCCA, FCCAOptions, RawGrad, fcca_basis, rawgrad_basis
-from frozencore.constructors.filora import FiLoRA, FiLoRAOptions, filora_basis
-from frozencore.constructors.lora_xs import LoRAXS, MiLoRA, lora_xs_basis, milora_basis
-from frozencore.constructors.random import Random, VeRA, random_basis, vera_basis
-from frozencore.constructors.signgrad import SignGrad, SignGradOptions, signgrad_basis
+from frozencore.constructors.eva import Eva, EvaOptions
+from frozencore.constructors.fcca import FCCA, FCCAOptions, RawGrad
+from frozencore.constructors.filora import FiLoRA, FiLoRAOptions
+from frozencore.constructors.lora_xs import LoRAXS, MiLoRA
+from frozencore.constructors.random import Random, VeRA
+from frozencore.constructors.signgrad import SignGrad, SignGradOptions
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.basis import LayerBasis
 from frozencore.options import Option, options_of
@@ -36,16 +36,7 @@ __all__ = [
     "constructor_options",
     "constructors_reading",
     "described",
-    "eva_basis",
-    "fcca_basis",
-    "filora_basis",
     "find_constructor",
-    "lora_xs_basis",
-    "milora_basis",
-    "random_basis",
-    "rawgrad_basis",
-    "signgrad_basis",
-    "vera_basis",
 ]  # fmt: skip
 
 CONSTRUCTORS: dict[str, Constructor[Any]] = {

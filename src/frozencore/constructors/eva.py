@@ -9,7 +9,7 @@ and the leading left singular directions of W.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, assert_never, get_args
+from typing import Annotated, Literal, assert_never
 
 from jaxtyping import Float
 
@@ -27,7 +27,6 @@ from frozencore.maths.linalg import (
 from frozencore.maths.moments import DenseMoment, LayerMoments, MomentName
 
 EvaOutput = Literal["weight_times_input", "output_pca", "random", "weight_svd"]
-EVA_OUTPUTS: tuple[str, ...] = get_args(EvaOutput)
 
 
 @dataclass

@@ -18,10 +18,9 @@ CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.s
 HEADER_FILE, FACTORS_FILE = "basis.json", "basis.safetensors"  # the files of a basis
 MODEL_CONFIG, BASIS_MODEL_TYPE = "config.json", "frozencore_basis_model"
 IN_A_RUN = "adapter"  # the adapter's folder inside a run's
-UNFINISHED_FILE = "inputs.json"
-"""A file that the folder of a run has until the run ends."""
 COMPRESSION_FILE = "compress.json"  # what each adapter keeps, beside the basis of `frozencore compress`
-BASIS_FOLDER, MANIFEST_FILE, RUN_FILE = "basis", "tenants.json", "run.yaml"
+BASIS_FOLDER, RUN_FILE = "basis", "run.yaml"  # the given options of a run, in the form of --config
+MANIFEST_FILE = "tenants.json"  # beside the basis that many tenants share: what it was made of
 UNFINISHED_FOLDER = "unfinished"  # tenants between two steps
 RESERVED = (BASIS_FOLDER, MANIFEST_FILE, RUN_FILE, COMPRESSION_FILE, UNFINISHED_FOLDER)
 """Names of folders and files that stand beside the folders of tenants."""

@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -45,8 +44,8 @@ def fingerprint_model(model: torch.nn.Module) -> str:
 
 def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The base model's weights and buffers, by their names without adapters."""
-    tensors = _base_of(model).state_dict()
-    return ((plain, tensors[name]) for name, plain in _base_names(_base_of(model), tensors))
+    tensors = base_of(model).state_dict()
+    return ((plain, tensors[name]) for name, plain in _base_names(base_of(model), tensors))
 
 
 def base_names(model: torch.nn.Module) -> list[str]:
@@ -54,13 +53,14 @@ def base_names(model: torch.nn.Module) -> list[str]:
 
     When bitsandbytes makes one, it rewrites the 4-bit weights of a model that was evaluated.
     """
-    base = _base_of(model)
+    base = base_of(model)
     names = (name for name, _ in chain(base.named_parameters(), base.named_buffers()))
     return [plain for _, plain in _base_names(base, names)]
 
 
-def _base_of(model: torch.nn.Module) -> torch.nn.Module:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+def base_of(model: Any) -> Any:
+    """The model inside a PEFT model (its layers have the adapters), or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _base_names(base: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[str, str]]:

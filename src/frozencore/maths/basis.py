@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, assert_never, get_args
+from typing import Literal, assert_never
 
 from jaxtyping import Float
 
@@ -23,8 +23,6 @@ from frozencore.device import torch
 from frozencore.maths.linalg import complete_orthonormal, inverse_root, require_finite, seeded_generator, thin_qr
 
 Coordinates = Literal["fisher", "qr", "raw", "scaled_raw"]
-COORDINATES: tuple[str, ...] = get_args(Coordinates)
-ORTHONORMAL_COORDINATES: frozenset[str] = frozenset({"qr"})
 Diagonals = tuple["torch.Tensor | None", "torch.Tensor | None"]
 """The diagonal second moments of a layer's output errors (m) and inputs (n); None if the constructor reads none."""
 LEAST_ENERGY = 1e-3  # relative to the mean channel's: no column is longer than 32

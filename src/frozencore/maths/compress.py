@@ -31,6 +31,7 @@ TOLERANCE, MOST_SWEEPS = 1e-5, 50
 SPAN_TOLERANCE = 1e-6
 """A direction is unused if all cores together have less than this share of their largest singular value there."""
 MOST_ADAPTERS, AS_MUCH = 2**20, 1e-4
+SEED = 0  # of the rotations, and of directions that fill up the side of the smaller span
 
 
 def compress(
@@ -38,7 +39,6 @@ def compress(
     rank: int,
     *,
     counted: Sequence[bool] | None = None,
-    seed: int = 0,
     exact_width: int = EXACT_WIDTH,
     tolerance: float = TOLERANCE,
 ) -> LayerBasis:
@@ -48,8 +48,6 @@ def compress(
         updates: B_t and A_t of each update, in one float dtype; the k_t may differ.
         rank: The largest r, at most ``min(m, n)``.
         counted: The updates that the basis is chosen for; by default all.
-        seed: Seed of the rotations, and of the directions that are added to a side whose span is smaller than the
-            other's: a core is square.
         exact_width: Width up to which each step is exact.
         tolerance: Stop when a sweep improves the objective by less than this share.
 
@@ -69,9 +67,9 @@ def compress(
         return known_basis(updates[0][0].new_zeros(m, 0), updates[0][0].new_zeros(n, 0))
     P, Q = _used(*_alternate(scaled, rank, exact_width, tolerance), scaled)
     rank = max(P.shape[1], Q.shape[1])
-    P = complete_orthonormal(P, rank, seeded_generator(seed, "compress", "P"))
-    Q = complete_orthonormal(Q, rank, seeded_generator(seed, "compress", "Q"))
-    return known_basis(_rotated(P, seed, "P"), _rotated(Q, seed, "Q"))
+    P = complete_orthonormal(P, rank, seeded_generator(SEED, "compress", "P"))  # a core is square
+    Q = complete_orthonormal(Q, rank, seeded_generator(SEED, "compress", "Q"))
+    return known_basis(_rotated(P, "P"), _rotated(Q, "Q"))
 
 
 def core_of(P: Float[torch.Tensor, "m r"], Q: Float[torch.Tensor, "n r"], update: Update) -> Float[torch.Tensor, "r r"]:
@@ -139,10 +137,10 @@ def sharing_keeps_more_from(alone: Sequence[CutAlone], kept: float, basis: int, 
     return high
 
 
-def _rotated(X: torch.Tensor, seed: int, side: str) -> torch.Tensor:
+def _rotated(X: torch.Tensor, side: str) -> torch.Tensor:
     """Other orthonormal columns of the same span, at random."""
     draw = torch.randn(
-        2 * X.shape[1:], generator=seeded_generator(seed, "compress", "rotation", side), dtype=torch.float64
+        2 * X.shape[1:], generator=seeded_generator(SEED, "compress", "rotation", side), dtype=torch.float64
     )
     return (X.double() @ thin_qr(draw.to(X.device))[0]).to(X.dtype)
 

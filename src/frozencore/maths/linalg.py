@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, assert_never, get_args
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, assert_never
 
 from jaxtyping import Float
 
@@ -17,7 +17,6 @@ from frozencore.device import torch
 from frozencore.errors import CalibrationError, ConfigError
 
 SvdMethod = Literal["auto", "gram", "randomized", "full"]
-SVD_METHODS: tuple[str, ...] = get_args(SvdMethod)
 Triples = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]
 """U, S and V."""
 
@@ -267,15 +266,3 @@ def effective_rank(S: Float[torch.Tensor, " r"]) -> int:
     if S.numel() == 0:
         return 0
     return int((RANK_TOLERANCE * S[0] < S).sum())
-
-
-def weighted_sum(cores: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """``Σ wᵢ Rᵢ`` of cores r x r, summed in float64, in the dtype of the first.
-
-    Raises:
-        ConfigError: There are more or fewer weights than cores.
-    """
-    if len(weights) != len(cores):
-        raise ConfigError(f"A sum of {len(cores)} adapters needs as many weights, but {list(weights)} was given.")
-    total = torch.stack([weight * R.detach().double() for weight, R in zip(weights, cores, strict=True)]).sum(0)
-    return total.to(cores[0].dtype)

@@ -134,10 +134,6 @@ class LayerMoments:
         """The count and the vectors alone."""
         return replace(self, cross=None, input_outer=None, error_outer=None, output_outer=None)
 
-    def to(self, device: torch.device | str) -> LayerMoments:
-        """The same moments on another device."""
-        return replace(self, **{name: getattr(self, name).to(device) for name in self.names()})
-
 
 assert {field.name for field in fields(LayerMoments)} == {"num_tokens", *MOMENT_NAMES}
 

@@ -39,7 +39,7 @@ class CalibrationSummary(RecordPart):
             collect_s=calibration.collect_s,
             build_s=calibration.build_s,
             num_layers=len(layers),
-            num_tokens=layers[0].num_tokens,
+            num_tokens=max(layer.num_tokens for layer in layers),
             smallest_effective_rank=min(layer.effective_rank for layer in layers),
             median_spread=spreads,
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from frozencore.errors import ArtifactError, FrozenCoreError, TrainingError
-from frozencore.files.adapter_folder import BASIS_FOLDER, IN_A_RUN, MANIFEST_FILE, RUN_FILE, UNFINISHED_FILE
+from frozencore.files.adapter_folder import BASIS_FOLDER, IN_A_RUN, RUN_FILE
 from frozencore.files.atomic_write import require_writable, write_json, write_text
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.text import flag_of
@@ -23,14 +23,12 @@ from frozencore.tune.record import RunRecord, read_record
 from frozencore.tune.training.checkpoints import newest_whole, step_of
 
 RECORD, FAILURE = "result.json", "failure.json"
-OPTIONS_FILE = RUN_FILE  # the given options of a run, in the form of --config
 PREDICTIONS, SAMPLES, FIGURE = "predictions.jsonl", "samples.jsonl", "training.png"
 ADAPTER, BASIS = IN_A_RUN, BASIS_FOLDER
-MANIFEST = MANIFEST_FILE  # beside the basis that many tenants share: what it was made of
 INPUTS = {
     "model": "the base model", "basis": "the basis", "start": "the core that it starts from", "recipe": "the recipe",
 }  # fmt: skip
-HASHES, BASE_SCORE, START, CHECKPOINTS = UNFINISHED_FILE, "base-score.json", "start", "checkpoints"  # until a run ends
+HASHES, BASE_SCORE, START, CHECKPOINTS = "inputs.json", "base-score.json", "start", "checkpoints"  # until a run ends
 CALIBRATION = "calibration.json"  # in the start: the calibration that made it
 _NAMED = {RECORD: "a finished run", ADAPTER: "an adapter", BASIS: "a basis"}
 _OF_A_RUN = (ADAPTER, PREDICTIONS, SAMPLES, FIGURE, CHECKPOINTS, START, BASE_SCORE)  # replaced or removed at its end
@@ -65,7 +63,7 @@ def begin(out: Path, config: RunConfig, hashes: Mapping[str, str], *, resume: bo
             )
         return
     out.mkdir(parents=True, exist_ok=True)
-    write_text(out / OPTIONS_FILE, as_flags(config))
+    write_text(out / RUN_FILE, as_flags(config))
     write_json(out / HASHES, hashes)
 
 
@@ -85,7 +83,7 @@ def removed_if_refused(out: Path) -> Iterator[None]:
         yield
     except FrozenCoreError:
         remove_work(out)
-        (out / OPTIONS_FILE).unlink(missing_ok=True)
+        (out / RUN_FILE).unlink(missing_ok=True)
         raise
 
 
@@ -95,9 +93,9 @@ def require_same_options(out: Path, config: RunConfig) -> None:
     Raises:
         TrainingError: An option differs; the message names it with both values.
     """
-    if not (out / OPTIONS_FILE).is_file():
+    if not (out / RUN_FILE).is_file():
         return
-    before, now = read_yaml(out / OPTIONS_FILE), yaml.safe_load(as_flags(config))
+    before, now = read_yaml(out / RUN_FILE), yaml.safe_load(as_flags(config))
     for name, option in run_options().items():
         default = "none" if option.default is None else option.default
         was, given = (flags.get(name.replace("_", "-"), default) for flags in (before, now))
@@ -174,7 +172,7 @@ def refuse_used(out: Path, *, resume: bool) -> None:
     if resume and has_begun:
         require_writable(out)
     else:
-        require_new(out, RECORD, *(() if has_begun else _OF_A_RUN), *(() if has_begun or resume else (OPTIONS_FILE,)))
+        require_new(out, RECORD, *(() if has_begun else _OF_A_RUN), *(() if has_begun or resume else (RUN_FILE,)))
 
 
 @contextmanager

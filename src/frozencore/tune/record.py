@@ -373,17 +373,6 @@ class TunedRecord(RunRecord):
     def has(self, name: str) -> bool:
         return self.forgotten is not None if name == "forgotten" else super().has(name)
 
-    @property
-    def scores(self) -> dict[str, float]:
-        """The existing scores before and after, by name."""
-        scores = {
-            "loss_before": self.held_out_loss_before,
-            "loss": self.held_out_loss,
-            "accuracy_before": self.accuracy_before,
-            "accuracy": self.accuracy,
-        }
-        return {name: score for name, score in scores.items() if score is not None}
-
 
 class StabilityRecord(RunRecord):
     """The record of a comparison of two calibration sets' bases: mean principal-angle cosines, total and by layer."""

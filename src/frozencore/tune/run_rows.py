@@ -84,17 +84,6 @@ class GivenRows:
     unseen: Sequence[TokenRow] = ()
 
 
-def read_given(config: RowsConfig, scoring: ScoringConfig, encoder: PromptEncoder, kept: RowCache) -> GivenRows:
-    """Read, draw and encode the configured rows.
-
-    Raises:
-        DataError, ConfigError: Rows are missing, malformed, empty or too long.
-    """
-    if is_named(config.sources[0]):
-        return _given_by_source(config, scoring, encoder, kept)
-    return UserData.read(config, encoder).given(config, scoring)
-
-
 def drawn(
     config: RowsConfig,
     scoring: ScoringConfig,
@@ -378,7 +367,10 @@ def prepare_rows(
         DataError, ConfigError: Rows are missing, malformed, empty or too long.
     """
     kept = kept or RowCache()
-    given = read_given(config, scoring, encoder, kept)
+    if is_named(config.sources[0]):
+        given = _given_by_source(config, scoring, encoder, kept)
+    else:
+        given = UserData.read(config, encoder).given(config, scoring)
     train, scored = list(given.train), list(given.scored)
     calibration = train
     read: dict[str, Any] = {

@@ -245,11 +245,9 @@ class Job:
 
 def make_job(kind: str, options: dict[str, Any], reference_size: int | None = None) -> Job:
     """Make a job from options of a run by name, including core options; a wrong option is a ``ConfigError``."""
-    data = options.get("data") or ()
-    sources = {data} if isinstance(data, str) else {*data}
-    if STANDARD_INPUT in {*sources, options.get("eval_data")}:
-        raise ConfigError("data: the standard input can be read once, but each run reads its rows. Give a file.")
     config = make_config(strict=True, **{**DEFAULTS, **options})
+    if STANDARD_INPUT in (*config.rows.sources, config.rows.eval_data, config.rows.calibration_data):
+        raise ConfigError("data: the standard input can be read once, but each run reads its rows. Give a file.")
     if "learning_rate" not in options:
         config = config.replaced(learning_rate=default_learning_rate(config.method.entry))
     if "bits" not in options and config.method.entry.has_bases:

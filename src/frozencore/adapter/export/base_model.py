@@ -30,6 +30,7 @@ from frozencore.adapter.folders import SavedAdapter, read_adapter
 from frozencore.adapter.layer import is_linear, layer_shape
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError, ModelError
 from frozencore.files.atomic_write import atomic_folder
+from frozencore.files.fingerprint import base_of
 from frozencore.files.gguf_file import full_name
 from frozencore.files.hub import begins_as_path, safe_loading, why_unreadable
 from frozencore.text import one_line
@@ -63,9 +64,7 @@ class BaseLayers:
 
 def layers_of(base: nn.Module | str | Path) -> BaseLayers:
     """The linear layers of a model, or of the architecture in a folder or GGUF file; its weights are not read."""
-    model = base if isinstance(base, nn.Module) else _architecture(base)
-    model = model.get_base_model() if isinstance(model, PeftModel) else model
-    model = meta_copy(model)
+    model = meta_copy(base_of(base if isinstance(base, nn.Module) else _architecture(base)))
     linear = {name: module for name, module in model.named_modules() if is_linear(module)}
     return BaseLayers(
         shapes={name: layer_shape(module) for name, module in linear.items()},

@@ -29,6 +29,7 @@ from frozencore.adapter.core import BASE, Core
 from frozencore.adapter.export.base_model import BaseLayers, layers_of, targets_for_peft
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.loaded_adapter import LoadedAdapter
+from frozencore.adapter.named_layers import last_part
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.files.atomic_write import atomic_folder
@@ -233,21 +234,21 @@ def target_modules(named: Iterable[str], base: BaseLayers | None) -> list[str]:
     Modules of any kind count, because PEFT matches them all: ``0`` is the end of ``layers.0`` too.
     """
     layers = set(named)
-    last_parts = {_last(name) for name in layers}
+    last_parts = {last_part(name) for name in layers}
     if base is None:
         return sorted(layers if any(part.isdigit() for part in last_parts) else last_parts)
-    if {name for name, _ in base.model.named_modules() if _last(name) in last_parts} != layers:
+    if {name for name, _ in base.model.named_modules() if last_part(name) in last_parts} != layers:
         return sorted(layers)
     return sorted(last_parts)
 
 
 def _inferred(adapted: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
     """Packed layers that are missing: k and v have one shape, gate and up have one shape."""
-    unclear = [name for name in adapted if _last(name) in _MAYBE_CONV1D]
+    unclear = [name for name in adapted if last_part(name) in _MAYBE_CONV1D]
     shapes: dict[str, tuple[int, int]] = {}
     for layer in adapted:
         for name in set(_siblings(layer)) - adapted.keys():
-            same_shape = name.removesuffix(_last(name)) + _SAME_SHAPE.get(_last(name), "")
+            same_shape = name.removesuffix(last_part(name)) + _SAME_SHAPE.get(last_part(name), "")
             if same_shape in adapted:
                 shapes[name] = adapted[same_shape]
             else:
@@ -261,12 +262,8 @@ def _inferred(adapted: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, in
 
 
 def _siblings(layer: str) -> list[str]:
-    last = _last(layer)
+    last = last_part(layer)
     return [layer.removesuffix(last) + name for pack in PACKS if last in pack for name in pack if name != last]
-
-
-def _last(layer: str) -> str:
-    return layer.rpartition(".")[2]
 
 
 def _kind(layer: str) -> str:

@@ -23,7 +23,7 @@ from frozencore.adapter.folders import SavedAdapter, read_adapter
 from frozencore.adapter.swap import swap_core
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.errors import ArtifactError, FrozenCoreError
-from frozencore.files.adapter_folder import UNFINISHED_FOLDER
+from frozencore.files.adapter_folder import MANIFEST_FILE, RUN_FILE, UNFINISHED_FOLDER
 from frozencore.files.atomic_write import atomic_folder, remove_left, write_json, write_text
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
 from frozencore.text import Progress, as_stage, num_of, one_line
@@ -32,7 +32,7 @@ from frozencore.tune.adapters import save_adapter
 from frozencore.tune.calibration_record import CalibratedAdapter
 from frozencore.tune.config import RunConfig, as_flags, as_json, run_options
 from frozencore.tune.cost import PeakMemory
-from frozencore.tune.folder import ADAPTER, BASIS, FAILURE, MANIFEST, OPTIONS_FILE, RECORD, START, locked
+from frozencore.tune.folder import ADAPTER, BASIS, FAILURE, RECORD, START, locked
 from frozencore.tune.load import Inputs, resolve_targets
 from frozencore.tune.make_record import calibrated_on, headline, make_record
 from frozencore.tune.many.folder import (
@@ -96,7 +96,7 @@ def execute_many(
         refuse_taken(out, files, resume=resume)
         if num_started() == 1:
             stack.enter_context(locked(out))
-            for name in (*files, BASIS, MANIFEST, OPTIONS_FILE):
+            for name in (*files, BASIS, MANIFEST_FILE, RUN_FILE):
                 remove_left(out, escape(name))  # by a killed run
         inputs, tenant_rows = read_tenants(config, files, progress)
         tenants = {}
@@ -118,7 +118,7 @@ def execute_many(
         for name, record in standing.items():
             require_basis(out / name, record, hashes["basis"])
         if is_first():
-            write_text(out / OPTIONS_FILE, options)
+            write_text(out / RUN_FILE, options)
         to_train = {name: one for name, one in tenant_rows.items() if name not in standing}
         with adapted.model.disable_adapter():
             losses = held_out_losses(
@@ -137,7 +137,7 @@ def execute_many(
         finisher = Finisher(
             inputs=inputs,
             adapted=adapted,
-            template=AdapterTemplate.of(config, inputs, adapted, Path(stack.enter_context(TemporaryDirectory()))),
+            template=saved_template(config, inputs, adapted, Path(stack.enter_context(TemporaryDirectory()))),
             folder=out,
             hashes=hashes,
             rows_of={name: (one, tenants[name].recipe) for name, one in to_train.items()},
@@ -193,27 +193,16 @@ def tenant_of(tenant: TenantRows, model: nn.Module) -> Tenant:
     return Tenant(tenant.rows.train, recipe, validation)
 
 
-@dataclass(frozen=True)
-class AdapterTemplate:
-    """A saved adapter of the run. Each tenant gets its files, except for the core and the scores in the card."""
+def saved_template(config: RunConfig, inputs: Inputs, adapted: Adapted, folder: Path) -> SavedAdapter:
+    """Save the run's adapter in a folder: each tenant gets its files, except for the core and the scores in the card.
 
-    saved: SavedAdapter
-
-    @classmethod
-    def of(cls, config: RunConfig, inputs: Inputs, adapted: Adapted, folder: Path) -> AdapterTemplate:
-        """Save the run's adapter in a folder.
-
-        Args:
-            inputs: Their rows are those of the calibration.
-        """
-        save_adapter(config.method.entry, adapted.model, folder / ADAPTER, folder / START)
-        source = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
-        write_model_card(folder / ADAPTER, calibration=source, scores=headline(Score(0.0)))
-        return cls(read_adapter(folder / ADAPTER))
-
-    def write(self, out: Path, core: Core, after: Score) -> None:
-        """Write a tenant's adapter."""
-        self.saved.write(out, core, scores=headline(after))
+    Args:
+        inputs: Their rows are those of the calibration.
+    """
+    save_adapter(config.method.entry, adapted.model, folder / ADAPTER, folder / START)
+    source = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
+    write_model_card(folder / ADAPTER, calibration=source, scores=headline(Score(0.0)))
+    return read_adapter(folder / ADAPTER)
 
 
 def _measuring(progress: Progress, number: int, total: int, *_: object) -> None:
@@ -227,6 +216,7 @@ class Finisher:
 
     Attributes:
         inputs: Their rows are those of the calibration.
+        template: The run's adapter.
         folder: The folder of all tenants.
         hashes: SHA-256 of the base model and of the core that the tenants start from; the id of their basis.
         rows_of: The rows and the recipe of each tenant.
@@ -237,7 +227,7 @@ class Finisher:
 
     inputs: Inputs
     adapted: Adapted
-    template: AdapterTemplate
+    template: SavedAdapter
     folder: Path
     hashes: Mapping[str, str]
     rows_of: Mapping[str, tuple[TenantRows, Recipe]]
@@ -264,7 +254,7 @@ class Finisher:
         if trained.core is None:
             return trained
         bits = self.rows_of[name][0].config.method.saved_bits
-        core = trained.core.in_bits(bits, self.template.saved.ranks)
+        core = trained.core.in_bits(bits, self.template.ranks)
         return replace(trained, core=core, warnings=undone_by_rounding(self.start, trained.core, core))
 
     def _held_out(self, cores: Mapping[str, Core]) -> dict[str, float]:
@@ -301,7 +291,7 @@ class Finisher:
     def _write(self, name: str, trained: Trained, loss: float, folder: Path) -> TunedRecord:
         (tenant, recipe), after = self.rows_of[name], Score(loss)
         assert trained.core is not None
-        self.template.write(folder / ADAPTER, trained.core, after)
+        self.template.write(folder / ADAPTER, trained.core, scores=headline(after))
         rows = dict(tenant.rows.fingerprints)
         if tenant.config.method.basis is None:
             rows["calibration"] = self.inputs.rows.fingerprints["calibration"]  # rows of every tenant
@@ -362,7 +352,7 @@ def adapt_for_all(
     """
     if config.method.basis is not None:
         return adapt(config.method, inputs, targets, progress)
-    folder, file = out / BASIS, out / MANIFEST
+    folder, file = out / BASIS, out / MANIFEST_FILE
     of_method = {
         name: one
         for name, one in run_options().items()
@@ -391,7 +381,7 @@ def adapt_for_all(
     adapted = adapt(config.method, inputs, targets, progress, measure_rate=True)
     if not adapted.model.peft_config["default"].initial_step:  # else each core is saved with its own basis
         if is_first():
-            write_text(out / OPTIONS_FILE, options)
+            write_text(out / RUN_FILE, options)
         write_json(file, Manifest(identity=identity).content())
         source = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
         saved = save_basis(adapted.model, folder, calibrated_on=source, overwrite=True)

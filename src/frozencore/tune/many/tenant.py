@@ -22,6 +22,7 @@ from frozencore.adapter.core import Core
 from frozencore.calibration.preserve import own_random_state, without_randomness
 from frozencore.device import run_unless_oom
 from frozencore.errors import TrainingError
+from frozencore.files.fingerprint import base_of
 from frozencore.maths.linalg import all_finite
 from frozencore.text import Progress
 from frozencore.tune.many.slots import TrainedSlots, held_out_losses
@@ -29,7 +30,7 @@ from frozencore.tune.many.unfinished import Unfinished
 from frozencore.tune.record import StepScored, TrainedSteps
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, row_costs
-from frozencore.tune.scoring.forward import base_of, row_losses, row_sizes
+from frozencore.tune.scoring.forward import row_losses, row_sizes
 from frozencore.tune.training.callbacks import (
     Every,
     best_score,

@@ -105,6 +105,12 @@ class TokenRow:
     changed: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
+    def token_lists(self) -> list[list[int]]:
+        """Its tokens, and those of its choices."""
+        choices = [] if self.choices is None else [self.choices.context_ids, *self.choices.choice_ids]
+        return [self.input_ids, *choices]
+
+    @property
     def loss_spans(self) -> tuple[tuple[int, int], ...]:
         """The spans of tokens with loss, as beginnings and ends."""
         spans = self.spans or ((0, len(self.input_ids) - self.num_context),)

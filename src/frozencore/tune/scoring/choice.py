@@ -16,13 +16,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from frozencore.errors import ModelError
+from frozencore.files.fingerprint import base_of
 from frozencore.text import Progress
 from frozencore.tune.rows import ChoiceTokens, TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, pad, score_in_groups
 from frozencore.tune.scoring.forward import (
     NOT_FINITE,
     Prediction,
-    base_of,
     forward_accepts,
     row_losses,
     scoring_mode,

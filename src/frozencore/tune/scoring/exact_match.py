@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 
 from frozencore.errors import DataError, ModelError
+from frozencore.files.fingerprint import base_of
 from frozencore.quiet import with_attributes
 from frozencore.text import Progress
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.rows.token_batches import pad, score_in_groups
 from frozencore.tune.scoring.answers import parse_answer
-from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, base_of, scoring_mode, vocabulary_of
+from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, scoring_mode, vocabulary_of
 
 SHORT = 16  # tokens of a completion, without its end token
 

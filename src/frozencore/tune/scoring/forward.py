@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, pad
 from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.batches import IGNORED
 from frozencore.calibration.preserve import without_randomness
+from frozencore.files.fingerprint import base_of
 from frozencore.text import Progress
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
@@ -56,11 +57,6 @@ def scoring_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in was_training.items():
             module.training = training
-
-
-def base_of(model: nn.Module) -> Any:
-    """The transformers model inside a PEFT model (its layers have the adapters), or the model itself."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def vocabulary_of(model: nn.Module) -> int:

@@ -28,10 +28,11 @@ from frozencore.calibration.batches import IGNORED
 from frozencore.calibration.preserve import own_random_state
 from frozencore.distributed import num_ranks, sum_over_ranks
 from frozencore.errors import DivergenceError, ModelError
+from frozencore.files.fingerprint import base_of
 from frozencore.quiet import with_attributes
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
-from frozencore.tune.scoring.forward import base_of, forward_accepts
+from frozencore.tune.scoring.forward import forward_accepts
 from frozencore.tune.training.callbacks import LossMonitor, Selection, best_score, scores_in
 from frozencore.tune.training.recipe import LEADS, Recipe
 
