@@ -211,15 +211,19 @@ def test_every_adapter_scores_as_if_it_were_loaded_alone(
 
 
 def test_the_base_comes_out_of_every_adapter_as_it_went_in(adapters: dict[str, Path], tmp_path: Path) -> None:
-    """Also out of a LoRA whose file holds a weight of the base model."""
+    """Also out of a LoRA whose file holds a weight of the base model, and of those that PEFT starts by changing it."""
     base, _ = load_model(POCKET, device="cpu")
     before = fingerprint_model(base)
     holding = Path(shutil.copytree(adapters["lora-0"], tmp_path / "holding"))
     held = load_file(holding / "adapter_model.safetensors")
     held["base_model.model.model.norm.weight"] = torch.full_like(base.model.norm.weight, 0.5)
     save_file(held, holding / "adapter_model.safetensors", {"format": "pt"})
+    changing = [tmp_path / start for start in ("pissa", "pissa_niter_4", "olora")]
+    for folder in changing:
+        start = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": folder.name}
+        get_peft_model(load_model(POCKET, device="cpu")[0], LoraConfig(**start)).save_pretrained(str(folder))
     subject = BaseWithAdapter(base)
-    for folder in (*adapters.values(), holding):
+    for folder in (*adapters.values(), holding, *changing):
         subject.with_adapter(folder)
         assert fingerprint_model(subject.without_adapter()) == before
         assert not any(".base_layer" in name for name, _ in subject.without_adapter().named_parameters())

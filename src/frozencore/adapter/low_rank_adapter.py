@@ -188,10 +188,15 @@ def _odd_options(config: Mapping[str, Any]) -> Reasons:
         yield f"{MORE_THAN_PRODUCTS[option]} ({option})", MERGE
     if (bias := config.get("bias")) not in (None, "none"):
         yield f"trains biases (bias={bias!r:.40})", MERGE
-    start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower() not in PLAIN_STARTS:
-        what = f"began with changed base weights (init_lora_weights={start!r:.40})"
+    if changes_base(config) and not config.get("kasa_config"):
+        what = f"began with changed base weights (init_lora_weights={config['init_lora_weights']!r:.40})"
         yield what, "Save it with PEFT's path_initial_model_for_weight_conversion"
+
+
+def changes_base(config: Mapping[str, Any]) -> bool:
+    """Return whether PEFT changes the weights of the base model when it loads an adapter (PiSSA, OLoRA and others)."""
+    start = config.get("init_lora_weights")
+    return bool(config.get("kasa_config")) or (isinstance(start, str) and start.lower() not in PLAIN_STARTS)
 
 
 def _odd_tensors(tensors: Mapping[str, Tensor]) -> Reasons:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.folders import read_tensors
 from frozencore.adapter.layer import UncalibratedWarning
+from frozencore.adapter.low_rank_adapter import changes_base
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.atomic_write import write_json, write_lines
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
@@ -50,7 +51,7 @@ class BaseWithAdapter:
         self.base = base
         self._adapted: PeftModel | None = None
         self._folder: Path | None = None
-        self._own_weights: dict[str, Tensor] = {}  # those of the base model that the adapter's file replaced
+        self._own_weights: dict[str, Tensor] = {}  # those of the base model that loading the adapter replaced
 
     def without_adapter(self) -> nn.Module:
         if self._adapted is not None:
@@ -74,11 +75,13 @@ class BaseWithAdapter:
                 warnings.simplefilter("ignore")  # missing tensors raise an error below
                 warnings.simplefilter("always", UncalibratedWarning)
                 base = self.without_adapter()
+                config = PeftConfig.from_pretrained(str(folder))
                 named = {key.removeprefix("base_model.model.").replace(".base_layer.", ".") for key in tensors}
+                if changes_base(vars(config)):
+                    named |= {f"{key.partition('.lora_')[0]}.weight" for key in named}
                 # no state dict: bitsandbytes rewrites an evaluated 4-bit weight when it makes one
                 state = dict(chain(base.named_parameters(), base.named_buffers()))
                 self._own_weights = {name: state[name].detach().clone() for name in named & state.keys()}
-                config = PeftConfig.from_pretrained(str(folder))
                 if isinstance(config, FrozenCoreConfig):  # a local frozen core is checked as a whole first
                     config = FrozenCoreConfig.from_pretrained(str(folder))
                 config.inference_mode = True

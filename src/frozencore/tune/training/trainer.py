@@ -19,14 +19,16 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler
 from transformers import Trainer
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from frozencore.adapter.card import begin_model_card
 from frozencore.calibration.batches import IGNORED
 from frozencore.calibration.preserve import own_random_state
-from frozencore.distributed import num_ranks, sum_over_ranks
+from frozencore.distributed import num_ranks
 from frozencore.errors import DivergenceError, ModelError
 from frozencore.files.fingerprint import base_of
 from frozencore.quiet import with_attributes
@@ -145,11 +147,10 @@ class CompletionTrainer(Trainer):
     it is split into batches; a batch of groups (:class:`GroupingCollator`) is run group by group.
     """
 
-    _tokens_of_step = 1.0
-
     def __init__(self, recipe: Recipe, selection: Selection | None, monitor: LossMonitor, **trainer: Any) -> None:
         self.recipe, self.selection, self.monitor = recipe, selection, monitor
-        super().__init__(**trainer)
+        super().__init__(compute_loss_func=loss_of_targets, **trainer)
+        self._loss_shifts_labels = True  # the first label is not counted
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         at_once = self.args.train_batch_size * num_ranks()
@@ -182,35 +183,15 @@ class CompletionTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        if num_ranks() > 1 and not _num_targets(inputs):  # rows without loss alone, whose mean loss would be NaN
-            output = model(**{name: value for name, value in inputs.items() if name != "labels"})
-            nothing = (0 * output.logits).sum()  # the sum alone may overflow float16
-            return (nothing, output) if return_outputs else nothing
+        targets = pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
         if self._can_skip_logits:
-            targets = inputs["labels"][:, 1:]
             kept = (targets != IGNORED).any(0).nonzero().squeeze(-1)
-            inputs = inputs | {
-                "logits_to_keep": kept,
-                "shift_labels": targets[:, kept],
-            }
-        output = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if num_items_in_batch is not None:
-            return output
-        # the model averages over the batch, and the Trainer then over the batches: weigh each by its tokens
-        share = _num_targets(inputs) * self.current_gradient_accumulation_steps / self._tokens_of_step
-        return (output[0] * share, output[1]) if return_outputs else output * share
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | int | None:
-        """Count the tokens with loss of a step; None for a model that does not take their number."""
-        counted = super()._get_num_items_in_batch(batch_samples, device)
-        if counted is None and all("labels" in batch for batch in batch_samples):
-            count = torch.tensor(sum(map(_num_targets, batch_samples)), device=device)
-            self._tokens_of_step = max(1.0, float(sum_over_ranks(count)) / num_ranks())
-        return counted
+            inputs, targets = inputs | {"logits_to_keep": kept}, targets[:, kept]
+        return super().compute_loss(model, inputs | {"labels": targets}, return_outputs, num_items_in_batch)
 
     @cached_property
     def _can_skip_logits(self) -> bool:
-        return bool(self.model_accepts_loss_kwargs) and forward_accepts(self.model, "logits_to_keep")
+        return forward_accepts(self.model, "logits_to_keep")
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -246,8 +227,10 @@ class CompletionTrainer(Trainer):
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
 
-def _num_targets(batch: dict[str, Tensor]) -> int:
-    return int((batch["labels"][:, 1:] != IGNORED).sum())
+def loss_of_targets(output: Any, targets: Tensor, num_items_in_batch: Tensor | int) -> Tensor:
+    """The loss of the token that each position predicts, for models too whose own loss does not shift the labels."""
+    logits = output.logits
+    return ForCausalLMLoss(logits, None, logits.shape[-1], num_items_in_batch, shift_labels=targets)
 
 
 def own_use_cache(model: nn.Module) -> AbstractContextManager[None]:
