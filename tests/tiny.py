@@ -21,7 +21,16 @@ from packaging import version
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from frozencore import (
     Core,
@@ -127,6 +136,16 @@ def tiny_gpt2(seed: int = 0) -> nn.Module:
         resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     return _made(GPT2LMHeadModel, config, seed)
+
+
+def tiny_bart(seed: int = 0) -> nn.Module:
+    """A decoder that counts padding as positions, and whose own loss does not shift the labels."""
+    config = BartConfig(
+        vocab_size=VOCABULARY, d_model=16, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=24,
+        max_position_embeddings=64, init_std=0.2, dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=2, forced_eos_token_id=None,
+    )  # fmt: skip
+    return _made(BartForCausalLM, config, seed)
 
 
 def _made(kind: type[nn.Module], config: object, seed: int) -> nn.Module:

@@ -19,7 +19,7 @@ from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.exact_match import complete, generate_greedily, predict_numbers
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from tiny import tiny_gpt2, tiny_qwen2
+from tiny import tiny_bart, tiny_gpt2, tiny_qwen2
 
 PROMPTS = ["a", "a longer prompt", "what is it?", "12345 and 6"]
 
@@ -35,11 +35,11 @@ def reference_greedy(model: nn.Module, ids: list[int], num_tokens: int, end_id: 
     return generated, True
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "bart"])
 def test_batches_generate_what_single_prompts_do(encoder: PromptEncoder, byte_model: nn.Module, family: str) -> None:
     model = byte_model
-    if family == "gpt2":
-        model = tiny_gpt2()
+    if family != "qwen2":
+        model = {"gpt2": tiny_gpt2, "bart": tiny_bart}[family]()
         model.resize_token_embeddings(300)
     contexts = [encoder.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     generations = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=12)

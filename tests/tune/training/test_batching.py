@@ -11,10 +11,11 @@ import torch
 
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
+from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import GROUPS, GroupingCollator, group_by_length
-from tiny import adapted, draw_examples, tiny_all_logits, tiny_qwen2
+from tiny import adapted, draw_examples, tiny_all_logits, tiny_bart, tiny_qwen2
 
 
 def rows_of_many_lengths(num: int) -> list[TokenRow]:
@@ -68,6 +69,15 @@ def test_groups_hold_little_padding_where_one_batch_is_half_of_it() -> None:
     padded = [(group["attention_mask"] == 0).sum().item() for group in groups]
     assert 4 * sum(padded) < (together == 0).sum().item()
     assert sum(group["attention_mask"].sum().item() for group in groups) == together.sum().item()
+
+
+def test_a_decoder_whose_own_loss_does_not_shift_the_labels_learns_the_next_token() -> None:
+    model = tiny_bart()
+    before = held_out_loss(model, ROWS, pad_id=0)
+    recipe = Recipe(learning_rate=1e-2, warmup=0.0, epochs=20, batch_size=20, accumulation=1)
+    report = train(model, ROWS, recipe, pad_id=0)
+    assert report.training.losses[0] == pytest.approx(before, rel=1e-5)
+    assert held_out_loss(model, ROWS, pad_id=0) < 0.8 * before
 
 
 @pytest.mark.parametrize("make", [tiny_qwen2, tiny_all_logits])

@@ -19,7 +19,7 @@ from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.rows.token_batches import pad, score_in_groups
 from frozencore.tune.scoring.answers import parse_answer
-from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, scoring_mode, vocabulary_of
+from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, forward_accepts, scoring_mode, vocabulary_of
 
 SHORT = 16  # tokens of a completion, without its end token
 
@@ -107,7 +107,7 @@ def generate_greedily(
     """Generate greedily after each context, in batches of similar length.
 
     Generation ends at the end of the model's context. Rows of one batch have the same limit, so that no row's limit
-    depends on another row.
+    depends on another row; and one length if the model cannot be told their positions, as it may count padding.
 
     Raises:
         ModelError: Logits are not finite.
@@ -115,10 +115,14 @@ def generate_greedily(
     end_ids = _end_tokens(model, encoder)
     window = context_limit(base_of(model), encoder.tokenizer)
     limits = [max(1, min(max_new_tokens, window - len(context))) for context in contexts]
+    may_pad = forward_accepts(model, "position_ids")
     generations: dict[int, Generation] = {}
 
+    def kind(i: int) -> tuple[int, int]:
+        return limits[i], 0 if may_pad else len(contexts[i])
+
     def score(group: list[int]) -> None:
-        for limit, rows in groupby(sorted(group, key=limits.__getitem__), key=limits.__getitem__):
+        for (limit, _), rows in groupby(sorted(group, key=kind), key=kind):
             indices = list(rows)
             generated = _generate(model, [contexts[i] for i in indices], encoder, limit)
             ended = (_until_end(ids, end_ids, encoder) for ids in generated)
