@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, Json, List
 from pyarrow import parquet
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
@@ -178,6 +178,23 @@ def test_keys_that_arrow_fills_with_null_do_not_reach_the_template(
         found = texts_of(write(tmp_path / f"rows{kind}", rows), encoder)
     assert "null" not in expected[0].context
     assert [text.context + text.completion for text in found] == [one.context + one.completion for one in expected]
+
+
+@pytest.mark.parametrize("kind", ["train.parquet", ":train"])
+def test_a_column_of_json_keeps_its_nulls(kind: str, tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls %}{{ c.function.arguments|tojson }}{% endfor %};"
+        "{% endfor %}"
+    )
+    call = {**CALL, "function": {"name": "capital", "arguments": {"of": "France", "until": None}}}
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    few = Dataset.from_list([{"messages": turns}], features=Features({"messages": List(Json())}))
+    (tmp_path / "few").mkdir()
+    few.to_parquet(tmp_path / "few" / "train.parquet")
+    place = f"{tmp_path}/few{kind}" if kind == ":train" else str(tmp_path / "few" / kind)
+    (text,) = texts_of(place, PromptEncoder(tokenizer))
+    assert '{"of": "France", "until": null}' in text.context + text.completion
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])

@@ -21,7 +21,7 @@ from frozencore.quiet import with_attributes
 from frozencore.text import one_line
 from frozencore.tune.rows import RawRow
 from frozencore.tune.rows.row_sources import row_file, rows_of_file
-from frozencore.tune.rows.tables import without_fillers
+from frozencore.tune.rows.tables import rows_of_arrow
 
 _OF_A_FOLDER = ("name", "version", "description", "data_dir", "data_files", "sep")
 """Options of a data set that do not say how a cell is read."""
@@ -42,8 +42,8 @@ def read_split(name: str, config: str | None, split: str) -> list[RawRow]:
                 (part,) = ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: len(every)})
                 if len({tuple(row) for row in every}) == 1 and (left := every[part.from_ : part.to]):
                     return left
-    rows: list[RawRow] = load_split(name, config, split, folder=folder, way_out=way_out).to_list()
-    return list(map(without_fillers, rows))  # not empty, because datasets refuses an empty split
+    rows = load_split(name, config, split, folder=folder, way_out=way_out)
+    return list(rows_of_arrow(rows.with_format("arrow")[:]))  # not empty, because datasets refuses an empty split
 
 
 def _separated_tables(folder: Path, config: str | None, split: str) -> list[Path]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -65,33 +66,37 @@ def _is_plain(whole: bytes) -> bool:
 
 
 def _read_parquet(content: IO[bytes]) -> Iterable[RawRow]:
-    return _arrow_rows(parquet.read_table(pyarrow.BufferReader(content.read())))
+    return rows_of_arrow(parquet.read_table(pyarrow.BufferReader(content.read())))
 
 
 def _read_arrow(content: IO[bytes]) -> Iterable[RawRow]:
     """Read Arrow as a file, or as the stream that ``datasets`` writes."""
     whole = content.read()
-    return _arrow_rows((ipc.open_file(whole) if whole.startswith(b"ARROW1") else ipc.open_stream(whole)).read_all())
+    return rows_of_arrow((ipc.open_file(whole) if whole.startswith(b"ARROW1") else ipc.open_stream(whole)).read_all())
 
 
-def _arrow_rows(table: Any) -> Iterable[RawRow]:
-    require_once(table.column_names, "column")
-    return map(without_fillers, table.to_pylist(maps_as_pydicts="strict"))
-
-
-def without_fillers(row: RawRow) -> RawRow:
-    """A row of Arrow without keys that are null inside its columns.
+def rows_of_arrow(table: Any) -> Iterable[RawRow]:
+    """The rows of an Arrow table, without keys that are null inside its columns.
 
     Arrow gives each object of a column the keys of all others, with null in them, and a template would write these. A
-    null that the row itself has looks the same and is removed too, as with TRL's ``remove_none_values``.
+    null that the row itself has looks the same and is removed too, as with TRL's ``remove_none_values``. A column of
+    JSON keeps its nulls.
     """
+    require_once(table.column_names, "column")
+    kinds = {column.name: column.type for column in table.schema}
+    for row in table.to_pylist(maps_as_pydicts="strict"):
+        yield {name: _without_fillers(value, kinds[name]) for name, value in row.items()}
 
-    def filled(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: filled(item) for key, item in value.items() if item is not None}
-        return [filled(item) for item in value] if isinstance(value, list) else value
 
-    return {column: filled(value) for column, value in row.items()}
+def _without_fillers(value: Any, kind: Any) -> Any:
+    if isinstance(kind, pyarrow.JsonType) and isinstance(value, str):
+        return json.loads(value)
+    if isinstance(value, dict):
+        kinds = {field.name: field.type for field in kind} if isinstance(kind, pyarrow.StructType) else {}
+        return {key: _without_fillers(item, kinds.get(key)) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_fillers(item, getattr(kind, "value_type", None)) for item in value]
+    return value
 
 
 READERS: dict[str, Callable[[IO[bytes]], Iterable[RawRow]]] = {
