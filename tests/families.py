@@ -84,6 +84,11 @@ FAMILIES: dict[str, Family] = {
         "laurel_rank": 4, "layer_types": ["full_attention"], "altup_num_inputs": 2,
         "activation_sparsity_pattern": [0.0],
     }),
+    "gemma4_text": Family("Gemma4" + LM, {
+        "num_hidden_layers": 2, "head_dim": 8, "global_head_dim": 8, "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }),
     "phi": Family("Phi" + LM, {"num_key_value_heads": 2}),
     "phi3": Family("Phi3" + LM),
     "gpt2": Family("GPT2LMHeadModel", GPT),
@@ -103,6 +108,9 @@ FAMILIES: dict[str, Family] = {
     "lfm2": Family("Lfm2" + LM, {
         "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "block_multiple_of": 4,
     }),
+    "lfm2_moe": Family("Lfm2Moe" + LM, {
+        **MOE, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1,
+    }),
     "glm4": Family("Glm4" + LM, {"head_dim": 8}),
     "ctrl": Family("CTRLLMHeadModel", {**GPT, "dff": 24, "n_positions": 64}),
     "xlm": Family("XLMWithLMHeadModel", {"emb_dim": 16, "n_layers": 1, "n_heads": 2}),
@@ -116,6 +124,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family("Qwen3Next" + LM, {
         **MOE, "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
         "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+    }),
+    "qwen3_5_text": Family("Qwen3_5" + LM, {
+        "num_hidden_layers": 2, "head_dim": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
     }),
     "deepseek_v2": Family("DeepseekV2" + LM, MLA),
     "deepseek_v3": Family("DeepseekV3" + LM, MLA),

@@ -42,9 +42,9 @@ DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = {
         (
             "llama", "llama4_text", "mistral", "ministral", "mixtral", "qwen2", "qwen2_moe", "qwen2_vl_text",
             "qwen2_5_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_text", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
-            "phimoe", "stablelm", "olmo", "olmo2", "olmo3", "olmoe", "cohere", "cohere2", "granite", "granitemoe",
-            "nemotron", "nemotron_h", "smollm3", "glm", "glm4", "glm4_moe", "ernie4_5", "ernie4_5_moe", "exaone4",
-            "gpt_oss", "seed_oss", "hunyuan_v1_dense", "starcoder2", "falcon_h1", "zamba", "zamba2",
+            "gemma4_text", "phimoe", "stablelm", "olmo", "olmo2", "olmo3", "olmoe", "cohere", "cohere2", "granite",
+            "granitemoe", "nemotron", "nemotron_h", "smollm3", "glm", "glm4", "glm4_moe", "ernie4_5", "ernie4_5_moe",
+            "exaone4", "gpt_oss", "seed_oss", "hunyuan_v1_dense", "starcoder2", "falcon_h1", "zamba", "zamba2",
         ),
         _QKVO,
     ),
@@ -57,8 +57,11 @@ DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = {
     "phi": ("q_proj", "k_proj", "v_proj", "dense"),
     "phi3": ("o_proj", "qkv_proj"),
     "mpt": ("Wqkv", "out_proj"),
-    "lfm2": ("q_proj", "k_proj", "v_proj", "self_attn.out_proj"),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), ("q_proj", "k_proj", "v_proj", "self_attn.out_proj")),
     "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj", *_QKVO),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"), ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", *_QKVO)
+    ),
     "ctrl": ("Wq", "Wk", "Wv", "dense"),
     "xlm": ("q_lin", "k_lin", "v_lin", "out_lin"),
     "distilbert": ("q_lin", "k_lin", "v_lin", "out_lin"),

@@ -184,8 +184,7 @@ def test_keys_that_arrow_fills_with_null_do_not_reach_the_template(
 def test_a_column_of_json_keeps_its_nulls(kind: str, tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls %}{{ c.function.arguments|tojson }}{% endfor %};"
-        "{% endfor %}"
+        "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls %}{{ c|tojson }}{% endfor %};{% endfor %}"
     )
     call = {**CALL, "function": {"name": "capital", "arguments": {"of": "France", "until": None}}}
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
