@@ -165,10 +165,15 @@ def test_one_module_to_save_may_be_a_name_alone() -> None:
 def test_a_name_that_no_adapted_layer_has_is_said() -> None:
     with pytest.warns(UserWarning, match="No adapted layer is called v_prj"):
         adapted("random", target_modules=["q_proj", "v_prj"])
+    with pytest.warns(UserWarning, match=r"No adapted layer has the number 30 \(layers_to_transform\)"):
+        adapted("random", target_modules=["q_proj"], layers_to_transform=[1, 30])
+    with pytest.warns(UserWarning, match=r"No module is called lm_haed \(modules_to_save\)"):
+        adapted("random", modules_to_save=["lm_head", "lm_haed"])
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         adapted("random", target_modules=["q_proj", "model.layers.1.self_attn.v_proj"])
         adapted("random", target_modules="all-linear", exclude_modules=["down_proj"])
+        adapted("random", target_modules=["q_proj"], layers_to_transform=1, modules_to_save=["norm"])
 
 
 def test_an_adapter_that_shares_a_basis_keeps_what_its_calibration_found() -> None:

@@ -95,8 +95,8 @@ class FrozenCoreModel(BaseTuner):
             if not layers:
                 raise ConfigError("Cores are put on layers, but rank_pattern gives each rank 0. Give some a rank.")
             named_layers.require_all_calls(model, layers)
-            if not (before["target_modules"] is None or isinstance(before["target_modules"], str) or config.load_bases):
-                named_layers.warn_of_unmatched(config, layers)
+            if not config.load_bases:
+                named_layers.warn_of_unmatched(config, before, layers, model)
             if not low_cpu_mem_usage and not config.load_bases:  # else a file will bring the cores
                 for layer in layers.values():
                     layer.fill_core(adapter_name)

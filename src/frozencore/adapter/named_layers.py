@@ -330,10 +330,30 @@ def require_all_calls(model: nn.Module, layers: Mapping[str, BaseTunerLayer]) ->
             )
 
 
-def warn_of_unmatched(config: Any, layers: Collection[str]) -> None:
-    """Warn of names among several targets that no adapted layer has."""
-    if unused := sorted(one for one in config.target_modules if not any(is_end_of(one, layer) for layer in layers)):
-        warnings.warn(f"No adapted layer is called {', '.join(unused)} (target_modules).", stacklevel=4)
+def warn_of_unmatched(config: Any, given: Mapping[str, Any], layers: Collection[str], model: nn.Module) -> None:
+    """Warn of names among several targets, and of numbers, that no adapted layer has; of modules that are not there.
+
+    Args:
+        given: The fields as they were before the names of layers were filled in.
+    """
+    is_list = not isinstance(given["target_modules"], str | None)
+    targets, numbers = config.target_modules if is_list else (), config.layers_to_transform
+    numbers = [numbers] if isinstance(numbers, int) else numbers or ()
+    modules = [name for name, _ in model.named_modules()]
+    unmatched = {
+        "adapted layer is called {} (target_modules)": [
+            one for one in sorted(targets) if not any(is_end_of(one, layer) for layer in layers)
+        ],
+        "adapted layer has the number {} (layers_to_transform)": [
+            str(one) for one in numbers if not any(str(one) in layer.split(".") for layer in layers)
+        ],
+        "module is called {} (modules_to_save)": [
+            one for one in given["modules_to_save"] or () if not any(name.endswith(one) for name in modules)
+        ],
+    }
+    for what, names in unmatched.items():
+        if names:
+            warnings.warn(f"No {what.format(', '.join(names))}.", stacklevel=4)
 
 
 def no_match(config: Any, model: nn.Module) -> ConfigError:
