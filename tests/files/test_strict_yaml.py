@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from frozencore.errors import ConfigError
-from frozencore.files.strict_yaml import as_yaml, line_of, read_yaml
+from frozencore.files.strict_yaml import as_yaml, read_yaml
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -60,22 +60,3 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_an_empty_file_has_no_content(tmp_path: Path) -> None:
     assert read_yaml(written(tmp_path, "# nothing yet\n")) is None
-
-
-@pytest.mark.parametrize(
-    ("keys", "line"),
-    [
-        ((), 1),
-        (("studies",), 3),
-        (("studies", "main", "seeds", 1), 7),
-        (("studies", "main", "seeds", 2), 5),
-        (("studies", "main", "seeds", "first"), 5),
-        (("studies", "main", "title", "word"), 4),
-        (("nothing", "main"), 1),
-    ],
-)
-def test_the_line_of_a_value_is_its_own_or_that_of_the_innermost_one_there_is(
-    keys: tuple[str | int, ...], line: int, tmp_path: Path
-) -> None:
-    text = "# a campaign\nname: a\nstudies:\n  main: {title: A,\n    seeds: [\n      42,\n      43]}\n"
-    assert line_of(written(tmp_path, text), keys) == line

@@ -40,13 +40,13 @@ from pydantic_core import CoreSchema
 
 from frozencore.constructors import constructors_reading, described
 from frozencore.errors import ConfigError
-from frozencore.files.strict_yaml import read_typed
 from frozencore.options import Option
 from frozencore.text import unknown_name
 from frozencore.tune.config import ALIASES, PLACES, as_json, run_options
 from frozencore.tune.config_parts import SelectionMetric
 from frozencore.tune.methods import METHODS, MethodConfig, core_options
 from frozencore_lab.campaign.job import KINDS, NamedKind
+from frozencore_lab.typed_yaml import read_typed
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Figure = Literal["ranking", "gains", "lines", "state", "values", "panels", "curves"]

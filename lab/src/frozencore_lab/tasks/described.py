@@ -26,11 +26,11 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.files.strict_yaml import read_typed
 from frozencore.tune.rows import RawRow, Row, text_field, texts_field
 from frozencore.tune.rows.row_sources import read_source
 from frozencore.tune.scoring.answers import find_answer, parse_answer, parse_number
 from frozencore_lab.tasks.task import Origin, Split, Task
+from frozencore_lab.typed_yaml import read_typed
 
 _BRACES = re.compile(r"\{([^{}]+)\}")
 _NAME = re.compile(r"[^\W\d]\w*(?:[ .-]+\w+)*")
