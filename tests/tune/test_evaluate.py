@@ -20,7 +20,7 @@ from torch import nn
 from fixtures import SHARED
 from frozencore import FrozenCoreConfig
 from frozencore.calibration.preserve import own_random_state
-from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
+from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError, TrainingError
 from frozencore.files.atomic_write import write_lines, write_text
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune import evaluate as module
@@ -31,6 +31,7 @@ from frozencore.tune.evaluate import (
     evaluate_adapters,
     style_of,
 )
+from frozencore.tune.folder import locked
 from frozencore.tune.load import load_model, require_embedded
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import EvaluationRecord, TaskScore
@@ -244,6 +245,18 @@ def test_each_failure_is_a_row_and_the_others_are_scored(tmp_path: Path) -> None
         evaluate_adapters(evaluation(data=data[:1], data_root=tmp_path), tmp_path / "f", silent)
     with pytest.raises(ArtifactError, match="already holds a finished run"):
         evaluate_adapters(evaluation(data=NAMES[:1]), tmp_path / "e", silent)
+
+
+def test_an_evaluation_shares_its_folder_with_no_other(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(TrainingError, match="another process is running"):
+        evaluate_adapters(evaluation(data=NAMES[:1]), tmp_path, silent)
+    for subject in ("base", "other"):  # killed evaluations
+        write_lines(tmp_path / subject / "pocket-entailment" / "predictions.jsonl", [{"id": "stale"}])
+    with pytest.raises(ArtifactError, match="other/pocket-entailment/predictions.jsonl of another one"):
+        evaluate_adapters(evaluation(data=NAMES[:1]), tmp_path, silent)
+    shutil.rmtree(tmp_path / "other")
+    evaluate_adapters(evaluation(data=NAMES[:1]), tmp_path, silent)
+    assert "stale" not in (tmp_path / "base" / "pocket-entailment" / "predictions.jsonl").read_text()
 
 
 def test_a_text_task_has_a_loss_and_no_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -27,11 +27,11 @@ from frozencore.adapter.folders import read_tensors
 from frozencore.adapter.layer import UncalibratedWarning
 from frozencore.adapter.low_rank_adapter import changes_base
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
-from frozencore.files.atomic_write import write_json, write_lines
+from frozencore.files.atomic_write import require_writable, write_json, write_lines
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
 from frozencore.text import Progress, as_stage, num_of, one_line
 from frozencore.tune.config_parts import RowsConfig
-from frozencore.tune.folder import PREDICTIONS, RECORD, record_of_run, require_new
+from frozencore.tune.folder import PREDICTIONS, RECORD, locked, record_of_run, require_new
 from frozencore.tune.load import Base, load_model, make_encoder, require_embedded
 from frozencore.tune.record import EvaluationRecord, Hashes, Provenance, ReadRows, Resolved, TaskResult, TunedRecord
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, TooLong
@@ -161,10 +161,16 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
     its reason, and the others go on.
 
     Raises:
-        FrozenCoreError: The model or an adapter cannot be loaded, ``out`` holds an evaluation, or no task could be
-            scored; the message is then the first reason.
+        FrozenCoreError: The model or an adapter cannot be loaded, ``out`` holds another evaluation or another process
+            uses it, or no task could be scored; the message is then the first reason.
     """
-    require_new(out, RECORD)
+    require_writable(out)
+    with locked(out):
+        require_new(out, RECORD)
+        return _evaluate(evaluation, out, progress)
+
+
+def _evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> EvaluationRecord:
     names = adapter_names(list(evaluation.adapters))
     subjects: dict[str, Path | None] = {BASE: None} if evaluation.with_base or not names else {}
     subjects |= zip(names, evaluation.adapters, strict=True)
@@ -179,6 +185,7 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
     }  # fmt: skip
     by_style = {encoder.is_chat: encoder for encoder in encoders.values()}
     read = {style: list(_read(evaluation, encoder, base.model)) for style, encoder in by_style.items()}
+    _remove_begun(out, {(subject, one.name) for subject in subjects for tasks in read.values() for one in tasks})
     adapted = BaseWithAdapter(base.model)
     for folder in subjects.values():
         adapted.with_adapter(folder)
@@ -234,6 +241,23 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
     )
     write_json(out / RECORD, record.content())
     return record
+
+
+def _remove_begun(out: Path, names: Collection[tuple[str, str]]) -> None:
+    """Remove the predictions that an interrupted evaluation of these subjects and tasks has left.
+
+    Raises:
+        ArtifactError: There are predictions of other subjects or tasks.
+    """
+    left = list(out.glob(f"*/*/{PREDICTIONS}"))
+    for file in left:
+        if (file.parts[-3], file.parts[-2]) not in names:
+            raise ArtifactError(
+                f"A folder takes one evaluation, but {out} holds {file.relative_to(out)} of another one, which did not "
+                "end. Choose another --out, or remove that folder."
+            )
+    for file in left:
+        file.unlink()
 
 
 @dataclass(frozen=True)
