@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ from frozencore import calibrate
 from frozencore.errors import TrainingError
 from frozencore.tune.adapters import add_adapter, default_targets
 from frozencore.tune.methods import METHODS, MethodConfig
+from frozencore.tune.training import callbacks
 from frozencore.tune.training.callbacks import Saving
-from frozencore.tune.training.checkpoints import Stop, is_whole
+from frozencore.tune.training.checkpoints import Stop, is_whole, newest_whole
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train
 from tiny import BATCHES, draw_rows, tiny_qwen2
@@ -89,11 +91,24 @@ def test_a_checkpoint_that_is_not_whole_is_skipped_with_a_warning(damage: str, t
         "empty": lambda: (tmp_path / "cut" / "checkpoint-7").mkdir(),
     }
     spoil[damage]()
-    with pytest.warns(UserWarning, match=r"checkpoint-[67] is not whole, so training continues from an earlier"):
+    with pytest.warns(UserWarning, match=r"checkpoint-[67] is not whole, so it is removed"):
         resumed, report = trained("fcca", tmp_path / "cut", resume=True)
     assert report.resumed_from == tmp_path / "cut" / ("checkpoint-6" if damage == "empty" else "checkpoint-4")
     assert report.training.losses == expected.training.losses
     require_equal(resumed, whole)
+
+
+def test_a_checkpoint_that_is_not_whole_takes_the_place_of_none_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Trainer removes checkpoints after it has written a new one, and before that is marked."""
+    with pytest.raises(KeyboardInterrupt):
+        trained("alone", tmp_path, stop_at=7)
+    (tmp_path / "checkpoint-6" / "complete.json").unlink()
+    monkeypatch.setattr(callbacks, "mark_whole", Mock(side_effect=KeyboardInterrupt))
+    with pytest.warns(UserWarning, match="not whole"), pytest.raises(KeyboardInterrupt):
+        train(made("alone"), ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path, checkpoint_steps=5, resume=True)
+    assert newest_whole(tmp_path) == tmp_path / "checkpoint-4"
 
 
 def resume_as_one_of_two(folder: Path, rank: int) -> None:

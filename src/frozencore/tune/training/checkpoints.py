@@ -18,7 +18,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from frozencore.errors import TrainingError
-from frozencore.files.atomic_write import write_text
+from frozencore.files.atomic_write import remove, write_text
 from frozencore.text import one_line
 
 MARK = "complete.json"
@@ -53,14 +53,18 @@ def newest_whole(out_dir: Path) -> Path | None:
 def starting_point(checkpoint_dir: Path | None, resume: bool) -> Path | None:
     """The newest whole checkpoint to resume from; None for a training that starts at the beginning.
 
-    Warns of newer checkpoints that are not whole.
+    Newer checkpoints that are not whole are removed with a warning: the Trainer keeps the checkpoints with the most
+    steps, and would remove whole ones for them.
     """
     if checkpoint_dir is None or not resume:
         return None
     for folder in reversed(checkpoints(checkpoint_dir)):
         if is_whole(folder):
             return folder
-        warnings.warn(f"{folder} is not whole, so training continues from an earlier step.", stacklevel=2)
+        warnings.warn(
+            f"{folder} is not whole, so it is removed: training continues from an earlier step.", stacklevel=2
+        )
+        remove(folder)
     return None
 
 
