@@ -23,6 +23,7 @@ from forked import start
 from frozencore import FrozenCoreConfig, basis_id, calibrate, load_basis
 from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.errors import ArtifactError, ConfigError, DataError, TrainingError
+from frozencore.text import Progress
 from frozencore.tune.adapt import Precomputed
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import make_config
@@ -30,6 +31,7 @@ from frozencore.tune.locate import find_tenants
 from frozencore.tune.many import run as run_module
 from frozencore.tune.many.run import TenantOutcome, execute_many
 from frozencore.tune.many.tenant_rows import read_tenants, tenants_of
+from frozencore.tune.many.unfinished import Unfinished
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, read_record
 from frozencore.tune.rows.token_batches import calibration_batches
@@ -52,6 +54,16 @@ def words_of(tenants: Path, out: Path, *more: str) -> list[str]:
     few = "--rank 4 --calibration-size 16 --batch-size 2 --accumulation 2 --epochs 2 --slots 2 --device cpu --bits 32"
     whole = ["tune-many", "--model", str(pocket_model_path()), "--tenants", str(tenants), *few.split()]
     return [*whole, "--select-checkpoint", "epoch", "--output", str(out), *more]
+
+
+def stopping_at(step: int) -> Progress:
+    """A progress that sends SIGTERM from this step on."""
+
+    def told(stage: str, done: int, *_: object) -> None:
+        if stage == "train" and done >= step:
+            signal.raise_signal(signal.SIGTERM)
+
+    return told
 
 
 def require_equal_cores(folder: Path, expected: Path) -> None:
@@ -479,6 +491,29 @@ def test_a_run_that_is_told_to_stop_keeps_the_steps_of_its_tenants_and_goes_on_b
         assert records[0]["selection"]["scores"] == records[1]["selection"]["scores"]
 
 
+def test_a_tenant_whose_steps_cannot_be_kept_is_named_and_the_others_are_kept(
+    tenants: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, failed = Unfinished.write, list[str]()
+
+    def fail_once(one: Unfinished, file: Path, key: dict[str, Any]) -> None:
+        if not failed:
+            failed.append(file.stem)
+            raise ArtifactError(f"{file} cannot be written: No space left on device.")
+        write(one, file, key)
+
+    monkeypatch.setattr(Unfinished, "write", fail_once)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.raises(TrainingError, match="steps of 1 tenant are saved, but not those of .*No space") as end:
+            execute_many(config_of(tenants), tmp_path, stopping_at(2), num_slots=2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert f"not those of '{failed[0]}' (" in str(end.value)
+    (kept,) = (tmp_path / "unfinished").iterdir()
+    assert kept.stem != failed[0]
+
+
 def test_a_damaged_file_of_an_unfinished_tenant_is_one_line(tenants: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (out / "unfinished").mkdir(parents=True)
@@ -502,15 +537,10 @@ def test_a_tenant_that_could_not_be_written_keeps_the_steps_that_it_had(
     tenants: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, out = config_of(tenants, select_checkpoint="epoch"), tmp_path / "out"
-
-    def told(stage: str, done: int, *_: object) -> None:
-        if stage == "train" and done >= 3:
-            signal.raise_signal(signal.SIGTERM)
-
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         with pytest.raises(TrainingError, match="are saved"):
-            execute_many(config, out, told, num_slots=2)
+            execute_many(config, out, stopping_at(3), num_slots=2)
     finally:
         signal.signal(signal.SIGTERM, before)
     kept = {file.name: file.read_bytes() for file in (out / "unfinished").iterdir()}

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import frozencore.tune.figures  # noqa: F401 - so that no forked command spends 
 from forked import start
 from frozencore.errors import TrainingError
 from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.training import callbacks
 from frozencore.tune.training.checkpoints import checkpoints, is_whole
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train
@@ -121,6 +123,14 @@ def test_ctrl_c_itself_says_which_step_is_saved_and_a_second_one_does_not_wait(t
     assert said[-1] == "stops after this step; Ctrl-C again ends it at once"
     assert not checkpoints(tmp_path / "twice")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_on_a_full_disk_says_that_the_step_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callbacks, "mark_whole", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(KeyboardInterrupt) as end:
+        run(tmp_path, tiny_qwen2(), every=None, at=2, number=signal.SIGINT)
+    (note,) = end.value.__notes__
+    assert re.search("could not be written to .*No space left on device", note)
 
 
 def test_a_training_that_ends_with_the_step_is_done_before_the_signal_is_heard(tmp_path: Path, heard: Heard) -> None:

@@ -159,9 +159,15 @@ def execute_many(
         }
 
         def keep(unfinished: Mapping[str, Unfinished]) -> str:
+            lost: dict[str, Exception] = {}
             for name, one in unfinished.items():
-                one.write(unfinished_file(out, name), key_of(name))
-            return f"the steps of {num_of(len(unfinished), 'tenant')} are saved"
+                try:
+                    one.write(unfinished_file(out, name), key_of(name))
+                except (FrozenCoreError, OSError) as error:
+                    lost[name] = error
+            saved = f"the steps of {num_of(len(unfinished) - len(lost), 'tenant')} are saved"
+            names = ", ".join(map(repr, lost))
+            return f"{saved}, but not those of {names} ({next(iter(lost.values()))})" if lost else saved
 
         train_many(
             adapted.model,

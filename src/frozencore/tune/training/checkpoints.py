@@ -102,13 +102,13 @@ class Stop:
 def defer_stop(confirm: Callable[[], None] = lambda: None) -> Iterator[Stop]:
     """Delay SIGTERM, SIGHUP and Ctrl-C: inside the context they only set the yielded request, at its end they act.
 
-    Their exception gets a note on what was saved. A second Ctrl-C takes effect at once. Nothing changes in a thread,
-    where handlers cannot be set, and for a signal that is ignored.
+    Their exception gets notes on what was saved, and on an error that ended the context. A second Ctrl-C takes effect
+    at once. Nothing changes in a thread, where handlers cannot be set, and for a signal that is ignored.
 
     Args:
         confirm: Called from the handler at the first Ctrl-C.
     """
-    stop, before = Stop(), dict[int, Any]()
+    stop, before, failure = Stop(), dict[int, Any](), None
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
         before = {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
@@ -126,6 +126,9 @@ def defer_stop(confirm: Callable[[], None] = lambda: None) -> Iterator[Stop]:
         for number in before:
             signal.signal(number, hold_back)
         yield stop
+    except Exception as error:
+        failure = error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -133,6 +136,7 @@ def defer_stop(confirm: Callable[[], None] = lambda: None) -> Iterator[Stop]:
             try:
                 signal.raise_signal(stop.signals[0])
             except BaseException as end:
-                if stop.saved is not None:
-                    end.add_note(stop.saved)
+                for note in (failure, stop.saved):
+                    if note is not None:
+                        end.add_note(str(note))
                 raise
