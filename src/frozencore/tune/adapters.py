@@ -199,8 +199,9 @@ def save_adapter(method: Method, model: PeftModel, folder: Path, start: Path, co
         with atomic_folder(folder, overwrite=True) as aside:
             _write(method, model, aside, start)
         return
-    with TemporaryDirectory() as whole:
-        _write(method, model, Path(whole), start)
+    with TemporaryDirectory() as aside:
+        whole = Path(aside) / folder.name
+        save_adapter(method, model, whole, start)
         read_adapter(whole).write(folder, core, overwrite=True)
 
 

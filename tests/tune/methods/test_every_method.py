@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from torch import nn
 
 from frozencore import basis_id, calibrate, frozen_core_layers, get_basis
-from frozencore.errors import ConfigError
+from frozencore.adapter.swap import round_core
+from frozencore.errors import ArtifactError, ConfigError
 from frozencore.tune.adapters import add_adapter, keep_start, save_adapter
 from frozencore.tune.methods import METHODS, MethodConfig, find_method
 from frozencore.tune.scoring.forward import unload_adapter
@@ -101,6 +104,14 @@ def test_untrained_it_is_the_base_model_and_trained_it_reloads_on_it(name: str, 
     torch.testing.assert_close(logits(reloaded), trained, atol=1e-5, rtol=1e-4)
     bare = unload_adapter(reloaded).state_dict()
     assert all(torch.equal(bare[key], value) for key, value in original.items())
+
+
+def test_no_space_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = add_adapter(METHODS["random"], tiny_qwen2(), OPTIONS)
+    core = round_core(model, 8)
+    monkeypatch.setattr(PeftModel, "save_pretrained", Mock(side_effect=SafetensorError("No space left on device")))
+    with pytest.raises(ArtifactError, match="adapter cannot be written: No space left on device"):
+        save_adapter(METHODS["random"], model, tmp_path / "adapter", tmp_path / "start", core)
 
 
 @EVERY

@@ -27,7 +27,7 @@ from frozencore.tune.adapters import add_adapter, default_targets
 from frozencore.tune.methods import METHODS, MethodConfig
 from frozencore.tune.training import callbacks
 from frozencore.tune.training.callbacks import Saving
-from frozencore.tune.training.checkpoints import Stop, is_whole, newest_whole
+from frozencore.tune.training.checkpoints import Stop, explain_disk_errors, is_whole, newest_whole
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train
 from tiny import BATCHES, draw_rows, tiny_qwen2
@@ -198,6 +198,11 @@ def test_a_full_disk_stops_the_training_and_what_was_whole_stays_usable(small_di
     _, resumed = trained("alone", small_disk.parent / "moved", resume=True)
     assert resumed.resumed_from is not None
     assert resumed.training.losses == trained("alone", None)[1].training.losses
+
+
+def test_torch_too_is_known_to_have_met_a_full_disk() -> None:
+    with pytest.raises(TrainingError, match="Free some space and resume"), explain_disk_errors(Path("checkpoints")):
+        torch.save({"values": torch.zeros(10_000)}, "/dev/full")
 
 
 def test_of_several_processes_one_marks_a_checkpoint_as_whole(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from frozencore.files.atomic_write import remove, write_text
 from frozencore.text import one_line
 
 MARK = "complete.json"
+_WRITERS = ("PytorchStreamWriter", "inline_container")  # one of them is in each message of torch.save about a full disk
 
 
 def mark_whole(folder: Path) -> None:
@@ -75,7 +76,8 @@ def explain_disk_errors(checkpoint_dir: Path | None) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = one_line(error, 200)
-        if checkpoint_dir is None or (isinstance(error, RuntimeError) and "PytorchStreamWriter" not in reason):
+        is_of_writing = not isinstance(error, RuntimeError) or any(writer in reason for writer in _WRITERS)
+        if checkpoint_dir is None or not is_of_writing:
             raise
         raise TrainingError(
             f"A checkpoint could not be written to {checkpoint_dir}: {reason}. "
