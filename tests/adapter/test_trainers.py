@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,18 +93,32 @@ def with_dropout(*, calibrated: bool = True) -> PeftModel:
     return adapted("fcca", model=tiny_gpt2(), target_modules=["c_attn", "c_proj"], calibrated=calibrated)
 
 
-@pytest.mark.parametrize("calibrated", [True, False], ids=["calibrated-again", "not-calibrated"])
-def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(calibrated: bool, tmp_path: Path) -> None:
+def loaded(checkpoint: Path) -> PeftModel:
+    return PeftModel.from_pretrained(tiny_gpt2(), checkpoint, is_trainable=True)
+
+
+def not_calibrated(_: Path) -> PeftModel:
+    return with_dropout(calibrated=False)
+
+
+@pytest.mark.parametrize("way", [lambda _: with_dropout(), not_calibrated, loaded])
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(way: Callable[[Path], PeftModel], tmp_path: Path) -> None:
     whole = trainer_of(with_dropout(), tmp_path / "whole")
     whole.train()
 
     with pytest.raises(KeyboardInterrupt):
         trainer_of(with_dropout(), tmp_path / "cut", callbacks=[StopAt(5)]).train()
-    resumed = trainer_of(with_dropout(calibrated=calibrated), tmp_path / "cut")  # the checkpoint holds the bases
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trainer_of(way(tmp_path / "cut" / "checkpoint-4"), tmp_path / "cut")  # the checkpoint holds the bases
+    is_without = way is not_calibrated
+    with pytest.warns(UserWarning, match="tell nothing of how they were made") if is_without else nullcontext():
+        resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == STEPS
     assert losses_of(resumed) == losses_of(whole)
     assert all_equal(factors_of(resumed.model), factors_of(whole.model))
+    made, known = (one.model.peft_config["default"] for one in (whole, resumed))
+    assert made.learning_rate is not None
+    assert known.learning_rate == (None if is_without else made.learning_rate)
+    assert known.calibration_tokens == (None if is_without else made.calibration_tokens)
 
 
 def test_the_best_checkpoint_comes_back_at_the_end(tmp_path: Path) -> None:

@@ -118,6 +118,13 @@ def tensors_to_load(
         core.require_size(sum(r * r for r in basis.ranks.values()))
         adapter.attach_id(basis, will_load=here)
         if basis.place is None:
+            if basis.is_set and not config.load_bases:  # the configuration did not come with the file
+                warnings.warn(
+                    f"{origin} takes P and Q of a file, but its configuration and card tell nothing of how they were "
+                    "made. Load adapter and configuration together before training goes on: "
+                    "PeftModel.from_pretrained(base, CHECKPOINT, is_trainable=True).",
+                    stacklevel=2,
+                )
             config.attach_basis_id(basis.id)
             config.base_record = None if basis.base is None else dict(basis.base)
         if not basis.is_set:
