@@ -215,6 +215,24 @@ def test_a_newcomer_is_trained_beside_results_that_stand_on_a_named_basis(
         assert second[name].hashes.basis == record.hashes.basis
 
 
+def test_a_newcomer_to_a_basis_of_other_tenants_rows_is_trained_without_them(
+    tenants: Path, finished: Path, tmp_path: Path
+) -> None:
+    more = shutil.copytree(tenants, tmp_path / "more")
+    shutil.copy(more / "anna.jsonl", more / "dora.jsonl")
+    with pytest.raises(ArtifactError, match="calibration rows .*without the others: --basis .*/basis"):
+        execute_many(config_of(more, select_checkpoint="epoch"), finished, silent, resume=True)
+    before = content_of(finished / "anna")
+    for name in SIZES:
+        (more / f"{name}.jsonl").unlink()
+    alone = make_config(
+        model=str(pocket_model_path()), data=more, basis=str(finished / "basis"), epochs=1, device="cpu"
+    )
+    outcomes = execute_many(alone, finished, silent)
+    assert outcomes["dora"].hashes.basis == read_record((finished / "anna/result.json").read_text()).hashes.basis
+    assert content_of(finished / "anna") == before
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

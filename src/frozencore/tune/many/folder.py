@@ -17,6 +17,7 @@ from frozencore.tune.record import RecordedConfig, TunedRecord
 HASHED = frozenset({"model", "data", "eval_data", "data_root", "device", "basis", "start_from"})
 """Options that say where something is; a resumed run compares the hashes of what it reads there."""
 _WAY_OUT = "Choose another --out, or move that folder away."
+_GIVE_SAME = "Give the same, or choose another --out."
 
 
 def refuse_taken(out: Path, names: Iterable[str], *, resume: bool) -> None:
@@ -105,7 +106,9 @@ def require_basis(folder: Path, record: TunedRecord, basis: str) -> None:
     refuse_differing(f"that in {folder}", {"basis": record.hashes.basis}, {"basis": basis})
 
 
-def refuse_differing(what: str, recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def refuse_differing(
+    what: str, recorded: Mapping[str, Any], now: Mapping[str, Any], *, way_out: str = _GIVE_SAME
+) -> None:
     """Refuse results of another run; the message names each option and hash that differs."""
     odd = [name for name in {**recorded, **now} if recorded.get(name) != now.get(name)]
     if odd:
@@ -115,7 +118,7 @@ def refuse_differing(what: str, recorded: Mapping[str, Any], now: Mapping[str, A
         )
         raise ArtifactError(
             f"Results in --out are kept if rows, basis, base model and options are this run's, but {what} differs: "
-            f"{values}. Give the same, or choose another --out."
+            f"{values}. {way_out}"
         )
 
 

@@ -373,7 +373,8 @@ def adapt_for_all(
     }
     before = Manifest.read(file)
     if before is not None:
-        refuse_differing(str(file), before.identity, identity)
+        way_out = f"Give the same, choose another --out, or train new tenants without the others: --basis {folder}."
+        refuse_differing(str(file), before.identity, identity, way_out=way_out)
     elif folder.exists():
         raise ArtifactError(
             f"Tenants train on the basis that their options give, but {folder} is that of another run. Choose "
