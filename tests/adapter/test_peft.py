@@ -410,6 +410,24 @@ def test_an_adapter_beside_one_of_the_same_configuration_gets_its_basis() -> Non
         model.delete_adapter("another")
 
 
+@pytest.mark.parametrize("constructor", ["fcca", "random"])
+def test_a_reference_gets_the_basis_of_the_adapter_whose_configuration_it_was_given(constructor: str) -> None:
+    model = adapted(constructor)
+    model.add_adapter("second", copy.deepcopy(model.peft_config["default"]))
+    set_basis(model, get_basis(adapted("eva")), adapter_name="second")
+    model.add_adapter("ref", model.peft_config["second"])
+    assert get_basis(model, "ref").id == get_basis(model, "second").id != get_basis(model, "default").id
+
+
+def test_an_adapter_beside_two_of_its_options_says_whose_basis_it_got() -> None:
+    model = adapted("fcca")
+    model.add_adapter("second", copy.deepcopy(model.peft_config["default"]))
+    set_basis(model, get_basis(adapted("eva")), adapter_name="second")
+    with pytest.warns(UserWarning, match="'default' and 'second' have different ones: 'third' got that of 'default'"):
+        model.add_adapter("third", copy.deepcopy(model.peft_config["default"]))
+    assert get_basis(model, "third").id == get_basis(model, "default").id
+
+
 def test_adapters_added_before_calibration_get_the_basis_too_and_a_second_calibration_leaves_it() -> None:
     model = with_reference(adapted("fcca", calibrated=False))
     calibrate(model, BATCHES, adapter_name="default", progress=False)

@@ -70,7 +70,9 @@ class FrozenCoreModel(BaseTuner):
             ConfigError: No layer matches the configuration, or the adapter cannot have this name.
         """
         _require_name(adapter_name, model)
-        config = self.peft_config[adapter_name] = self.peft_config[adapter_name].for_model()
+        given = self.peft_config[adapter_name]
+        sources = [name for name, one in self.peft_config.items() if one is given and name != adapter_name]
+        config = self.peft_config[adapter_name] = given.for_model()
         before = {name: copy.copy(getattr(config, name)) for name in FILLED_IN}
         if config.basis is None and not config.load_bases:
             config.attach_basis_id(None)  # the id belongs to the model from which the configuration was taken
@@ -100,7 +102,7 @@ class FrozenCoreModel(BaseTuner):
             if not low_cpu_mem_usage and not config.load_bases:  # else a file will bring the cores
                 for layer in layers.values():
                     layer.fill_core(adapter_name)
-            self._give_bases(LoadedAdapter(adapter_name, config, layers))
+            self._give_bases(LoadedAdapter(adapter_name, config, layers), sources)
         narrow = [name for name, layer in layers.items() if len(layer.core(adapter_name)) < config.rank_of(name)]
         if narrow and not config.load_bases:
             warnings.warn(
@@ -150,12 +152,16 @@ class FrozenCoreModel(BaseTuner):
         if layer is not target and adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
 
-    def _give_bases(self, adapter: LoadedAdapter) -> None:
-        """Set the bases: of an adapter of the same kind, of a named basis, or built without data."""
+    def _give_bases(self, adapter: LoadedAdapter, sources: Sequence[str]) -> None:
+        """Set the bases: of an adapter of the same kind, of a named basis, or built without data.
+
+        Args:
+            sources: The adapters whose configuration was given to this one, as TRL does for its reference.
+        """
         config, origin = adapter.config, f"The adapter {adapter.name!r}"
         if config.basis is None and config.load_bases:
             adapter.require_same_base(origin, config.base_record)
-        elif (other := self._with_same_basis(adapter)) is not None:
+        elif (other := self._with_same_basis(adapter, sources)) is not None:
             for layer in adapter.layers.values():
                 layer.share_basis(adapter.name, other, random_core=not config.init_weights)
             if config.basis is None:
@@ -172,29 +178,42 @@ class FrozenCoreModel(BaseTuner):
                 built = build_basis(config.constructor, evidence, config.basis_options(len(R)))
                 layer.set_basis(adapter.name, built, random_core=not config.init_weights)
 
-    def _with_same_basis(self, adapter: LoadedAdapter) -> str | None:
-        """Another adapter with the bases of the new one: of the same configuration, shapes and named basis."""
-        config, layers = adapter.config, adapter.layers
-        if config.basis is None and not config.needs_calibration:
-            return None  # another adapter of this configuration may have got a basis since
-        for name, other_config in self.peft_config.items():
-            if name == adapter.name or other_config.constructor != config.constructor:
-                continue
-            other = LoadedAdapter(name, other_config, frozen_core_layers(self.model, name))
-            if other_config.basis_options() != config.basis_options() or other.layers.keys() != layers.keys():
-                continue
-            if config.basis is not None and other.basis_id != config.basis_id:
-                continue
-            kinds = [
-                [
-                    (layer.frozencore_scale[one], *((X.shape, X.dtype, X.device) for X in layer.factors(one)[:2]))
-                    for layer in layers.values()
-                ]
-                for one in (adapter.name, name)
+    def _with_same_basis(self, adapter: LoadedAdapter, sources: Sequence[str]) -> str | None:
+        """Another adapter with the bases of the new one: the source of its configuration, or one that fits."""
+        config = adapter.config
+        has_own = config.basis is None and not config.needs_calibration  # others may have got a basis since
+        names = dict.fromkeys([*sources, *([] if has_own else self.peft_config)])
+        fitting = [name for name in names if name != adapter.name and self._fits(adapter, name)]
+        if not fitting:
+            return None
+        first, P = fitting[0], next(iter(adapter.layers.values())).frozencore_P  # layers get their bases together
+        apart = [name for name in fitting if P[name] is not P[first]]
+        if apart and first not in sources:
+            warnings.warn(
+                f"Adapters of equal options share a basis, but {first!r} and {apart[0]!r} have different ones: "
+                f"{adapter.name!r} got that of {first!r}. Call frozencore.set_basis for another.",
+                stacklevel=2,
+            )
+        return first
+
+    def _fits(self, adapter: LoadedAdapter, name: str) -> bool:
+        """Whether another adapter has the configuration, the shapes and the named basis of the new one."""
+        config, layers, other_config = adapter.config, adapter.layers, self.peft_config[name]
+        if other_config.constructor != config.constructor:
+            return False
+        other = LoadedAdapter(name, other_config, frozen_core_layers(self.model, name))
+        if other_config.basis_options() != config.basis_options() or other.layers.keys() != layers.keys():
+            return False
+        if config.basis is not None and other.basis_id != config.basis_id:
+            return False
+        kinds = [
+            [
+                (layer.frozencore_scale[one], *((X.shape, X.dtype, X.device) for X in layer.factors(one)[:2]))
+                for layer in layers.values()
             ]
-            if kinds[0] == kinds[1]:
-                return name
-        return None
+            for one in (adapter.name, name)
+        ]
+        return kinds[0] == kinds[1]
 
     def _new_layer(self, target: nn.Module, adapter_name: str, name: str) -> FrozenCoreLinear:
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
