@@ -218,6 +218,13 @@ def test_an_injected_adapter_needs_no_peft_model() -> None:
     assert torch.equal(logits(model), logits(expected))
 
 
+def test_a_core_stands_on_a_layer_that_has_a_lora_of_another_name() -> None:
+    base = get_peft_model(tiny_qwen2(), LoraConfig(target_modules=["q_proj"])).base_model.model
+    model = get_peft_model(base, FrozenCoreConfig(r=3, target_modules=["q_proj"]), adapter_name="core")
+    calibrate(model, BATCHES, adapter_name="core", progress=False)
+    assert len(cores_of(model, "core")) == 2
+
+
 def test_peft_reports_the_state_of_an_adapter() -> None:
     model = adapted("fcca", trained=True)
     model.add_adapter("other", FrozenCoreConfig(r=2, constructor="vera", target_modules=["q_proj", "up_proj"]))

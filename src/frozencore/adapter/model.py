@@ -199,7 +199,7 @@ class FrozenCoreModel(BaseTuner):
     def _fits(self, adapter: LoadedAdapter, name: str) -> bool:
         """Whether another adapter has the configuration, the shapes and the named basis of the new one."""
         config, layers, other_config = adapter.config, adapter.layers, self.peft_config[name]
-        if other_config.constructor != config.constructor:
+        if not isinstance(other_config, FrozenCoreConfig) or other_config.constructor != config.constructor:
             return False
         other = LoadedAdapter(name, other_config, frozen_core_layers(self.model, name))
         if other_config.basis_options() != config.basis_options() or other.layers.keys() != layers.keys():
