@@ -288,13 +288,17 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         version = self._basis_version(adapter_name) if will_load is None else None
         self.frozencore_mark[adapter_name] = BasisMark(basis_id, digest, version)
 
-    def current_basis_id(self, adapter_name: str) -> str | None:
-        """The id of the basis that P and Q are of; None if they have none, or were changed since."""
+    def current_basis_id(self, adapter_name: str, *, by_hash: bool = False) -> str | None:
+        """The id of the basis that P and Q are of; None if they have none, or were changed since.
+
+        Args:
+            by_hash: Compare their values too: a change through ``P.data`` leaves the version as it was.
+        """
         mark = self.frozencore_mark.get(adapter_name)
         if mark is None:
             return None
         version = self._basis_version(adapter_name)
-        if mark.version != version or self.frozencore_P[adapter_name].is_inference():
+        if by_hash or mark.version != version or self.frozencore_P[adapter_name].is_inference():
             if mark.digest != layer_digest(self.basis(adapter_name)):
                 return None
             self.frozencore_mark[adapter_name] = mark._replace(version=version)

@@ -76,6 +76,10 @@ class LoadedAdapter:
         ids = {layer.current_basis_id(self.name) for layer in self.layers.values()}
         return ids.pop() if len(ids) == 1 else None
 
+    def has_basis(self, basis_id: str | None) -> bool:
+        """Whether P and Q are of this basis, by the hash of their values."""
+        return all(layer.current_basis_id(self.name, by_hash=True) == basis_id for layer in self.layers.values())
+
     def attach_id(self, basis: Basis, will_load: Mapping[str, LayerBasis] | None = None) -> None:
         """Remember in each layer that P and Q are of this basis.
 

@@ -91,7 +91,7 @@ def tensors_to_save(
     if any(X.is_meta for X in (*cores.values(), *(factors.P for factors in adapter.bases.values()))):
         values = torch.empty(sum(R.numel() for R in cores.values()), device="meta")  # names and shapes alone
         return _TensorsToSave({f"{CORE}{config.basis_id}": values, **tensors})
-    if config.basis is None or adapter.attached_id != config.basis_id:
+    if config.basis is None or not adapter.has_basis(config.basis_id):
         basis = adapter.make_basis()  # P and Q may have been changed since they had a folder
         if not basis.is_set:
             warn_of_uncalibrated(f"The adapter {adapter_name!r} that is saved", "and save it again")
