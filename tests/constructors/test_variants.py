@@ -213,6 +213,22 @@ def test_a_seed_means_the_same_directions_in_every_version(constructor: str) -> 
         np.testing.assert_allclose(numpy_of(X)[0, :2], expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("constructor", ["random", "vera", "eva"])
+def test_draws_do_not_depend_on_torchs_default_dtype(constructor: str, dtype: torch.dtype) -> None:
+    layer = drawn_layer().evidence()
+    options = EvaOptions(r=4, eva_output="random") if constructor == "eva" else BasisOptions(r=4)
+    expected = build_basis(constructor, layer, options)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        basis = build_basis(constructor, layer, options)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(basis.P, expected.P)
+    assert torch.equal(basis.Q, expected.Q)
+
+
 def test_random_draws_every_layer_and_side_independently() -> None:
     options = BasisOptions(r=4, seed=2)
     one, two = (build_basis("random", evidence(name, (30, 30)), options) for name in ("a", "b"))

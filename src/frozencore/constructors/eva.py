@@ -68,7 +68,8 @@ def eva_basis(
         U, output_energy = _leading(moments, "output_outer", "output_total", center, rank)
         P0 = U[:, : energy_rank(output_energy)]
     elif output == "random":
-        P0 = torch.randn(W.shape[0], rank, generator=seeded_generator(seed, "eva", "P")).to(W.device)
+        generator = seeded_generator(seed, "eva", "P")
+        P0 = torch.randn(W.shape[0], rank, generator=generator, dtype=torch.float32).to(W.device)
     elif output == "weight_svd":
         P0 = truncated_svd(W.float(), rank, seed=seed).U
     else:
