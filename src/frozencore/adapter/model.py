@@ -303,12 +303,12 @@ class FrozenCoreModel(BaseTuner):
         """Merge as PEFT does, after the checks of merging; warn of active adapters that merged weights leave out."""
         self._prepare_merging(adapter_names)
         super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
-        merged = {name for layer in self.model.modules() if isinstance(layer, FrozenCoreLinear)
-                  for name in layer.merged_adapters}  # fmt: skip
-        if merged and (left := [name for name in self.active_adapters if name not in merged]):
+        merged = [layer for layer in self.model.modules() if isinstance(layer, FrozenCoreLinear) and layer.merged]
+        beside = {name for layer in merged for name in layer.frozencore_R if name not in layer.merged_adapters}
+        if left := [name for name in self.active_adapters if name in beside]:
             warnings.warn(
-                f"A merged model computes with merged adapters alone, but of the active ones {', '.join(left)} are not "
-                "merged: they have no effect until unmerge_adapter().",
+                f"A merged layer computes with merged adapters alone, but of the active ones {', '.join(left)} are not "
+                "merged: they have no effect in merged layers until unmerge_adapter(), and act in the others.",
                 stacklevel=2,
             )
 
