@@ -22,6 +22,7 @@ from peft import (
     inject_adapter_in_model,
     set_peft_model_state_dict,
 )
+from peft.helpers import disable_input_dtype_casting
 from safetensors.torch import load_model, save_model
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -144,6 +145,8 @@ def test_merging_a_core_on_a_tied_head_leaves_the_embedding_as_it_is(tmp_path: P
     model.merge_adapter()
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
     model.unmerge_adapter()
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.config.tie_word_embeddings
     torch.testing.assert_close(logits(model.merge_and_unload()), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -223,6 +226,15 @@ def test_a_core_stands_on_a_layer_that_has_a_lora_of_another_name() -> None:
     model = get_peft_model(base, FrozenCoreConfig(r=3, target_modules=["q_proj"]), adapter_name="core")
     calibrate(model, BATCHES, adapter_name="core", progress=False)
     assert len(cores_of(model, "core")) == 2
+
+
+def test_peft_leaves_the_dtype_of_inputs_as_it_is_if_asked() -> None:
+    model = adapted("random", trained=True)
+    expected = logits(model)
+    with disable_input_dtype_casting(model):
+        assert torch.equal(logits(model), expected)
+        with pytest.raises(RuntimeError, match="dtype"):
+            cores_of(model)[0].double()(torch.ones(1, 32))
 
 
 def test_peft_reports_the_state_of_an_adapter() -> None:

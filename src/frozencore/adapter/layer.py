@@ -134,6 +134,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         self.has_batch_axis: bool | None = None  # whether the first axis of its input is the batch; None: not known yet
         self._active_adapter = adapter_name
         self._disable_adapters = False
+        self.cast_input_dtype_enabled = True  # peft.helpers.disable_input_dtype_casting sets it
         self.merged_adapters: list[str] = []
         self.out_features, self.in_features = layer_shape(self.get_base_layer())
         self._samples_at_first = sample_weight(getattr(self.stored_layer, "weight", None))

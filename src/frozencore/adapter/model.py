@@ -46,6 +46,7 @@ class FrozenCoreModel(BaseTuner):
     prefix = PREFIX
     tuner_layer_cls = FrozenCoreLinear
     target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT reads it; ours is DEFAULT_TARGETS
+    _untied: Any = None  # the head that merging untied, its embedding and their configurations
 
     _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie  # concerns embeddings, not LoRA
 
@@ -312,6 +313,16 @@ class FrozenCoreModel(BaseTuner):
                 stacklevel=2,
             )
 
+    def unmerge_adapter(self) -> None:
+        """Unmerge as PEFT does, and tie a head again that merging untied."""
+        super().unmerge_adapter()
+        if self._untied is not None:
+            head, embedding, configs = self._untied
+            head.weight = embedding.weight
+            for config, was_tied in configs:
+                config.tie_word_embeddings = was_tied
+            self._untied = None
+
     def _unload_and_optionally_merge(
         self, merge: bool = True, progressbar: bool = False, safe_merge: bool = False,
         adapter_names: list[str] | None = None,
@@ -360,7 +371,10 @@ class FrozenCoreModel(BaseTuner):
         if not is_tied:
             return
         layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
-        for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values():
+        configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
+        known = [(config, getattr(config, "tie_word_embeddings", True)) for config in configs]
+        self._untied = layer, stored_layer(embedding), known
+        for config in configs:
             config.tie_word_embeddings = False  # so that the merged model is saved with both
 
     @contextmanager
