@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from transformers import Qwen2ForSequenceClassification
 
 from families import make
@@ -27,6 +28,7 @@ from frozencore import (
     export_merged,
     export_tenant,
     get_basis,
+    get_core,
     load_basis,
     merge_adapters,
     prepare_swap,
@@ -40,7 +42,7 @@ from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError, FrozenCoreError, ModelError
 from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.maths.moments import LayerMoments
-from tiny import BATCHES, adapted, attention_names, tiny_llama, tiny_qwen2, train_at_random
+from tiny import BATCHES, adapted, attention_names, cores_of, tiny_llama, tiny_qwen2, train_at_random
 
 Q, LAST = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.o_proj"
 Refusal = tuple[Callable[["Room"], object], type[FrozenCoreError], str]
@@ -326,6 +328,12 @@ def stale(change: Callable[[Room], object]) -> Callable[[Room], object]:
     return call
 
 
+def pruned() -> PeftModel:
+    model = adapted("fcca", alpha=6.0, trained=True)
+    prune.l1_unstructured(cores_of(model)[0].frozencore_R["default"], "weight", 0.5)
+    return model
+
+
 OTHER_BASIS = "has a core on the basis [0-9a-f]{32}, but the model has [0-9a-f]{32}"
 SOURCES: list[tuple[Callable[[Room], Any], str]] = [
     *((lambda room, name=name: room / name, OTHER_BASIS)
@@ -339,6 +347,10 @@ CORES: list[Refusal] = [
     *((lambda room, take=take, source=source: take(room.model, source(room)), ArtifactError, message)
       for take in (swap_core, lambda model, source: CoreBank(model, 1).put("a", source))
       for source, message in SOURCES),
+    *((lambda room, use=use: use(pruned(), room), ModelError, "computed from other tensors. Call torch.nn.utils.prune")
+      for use in (lambda model, room: swap_core(model, room.core), lambda model, _: get_core(model),
+                  lambda model, room: set_basis(model, load_basis(room / "basis"), reset=True))),
+    (lambda _: get_peft_model_state_dict(pruned()), ModelError, "computed from other tensors"),
     (lambda room: swap_core(room.model, room.core, adapter_name="other"), ConfigError, "no .* adapter 'other', only"),
     (lambda room: swap_core(merged(room.model), room.core), ConfigError, "unmerge_adapter"),
     (stale(lambda room: room.model.merge_adapter()), ConfigError, "unmerge_adapter"),

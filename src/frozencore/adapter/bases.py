@@ -29,7 +29,8 @@ def adapter_for_new_bases(model: nn.Module, adapter_name: str | None, *, reset: 
                 "Call unmerge_adapter() first."
             )
     for name, layer in adapter.layers.items():
-        if not reset and bool(layer.core(adapter.name).any()):
+        R = layer.stored_core(adapter.name)
+        if not reset and bool(R.any()):
             raise CalibrationError(
                 f"The core of layer {name!r} is not zero: a new basis under it would change what it means. "
                 "Pass reset=True to give up what it learned."

@@ -152,6 +152,19 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         module: Any = self.frozencore_R[adapter_name]
         return module.weight
 
+    def require_plain_core(self, adapter_name: str) -> None:
+        """Refuse a core that was pruned or parametrised."""
+        if "weight" not in self.frozencore_R[adapter_name]._parameters:
+            raise ModelError(
+                f"A core is read and replaced as one parameter, but that of layer {self.name!r} is computed from other "
+                "tensors. Call torch.nn.utils.prune.remove or parametrize.remove_parametrizations on it first."
+            )
+
+    def stored_core(self, adapter_name: str) -> Tensor:
+        """R, to be read or replaced in memory; refuses a core whose values are elsewhere."""
+        self.require_plain_core(adapter_name)
+        return self.core(adapter_name)
+
     def factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
         """P (m x r), Q (n x r) and R (r x r) of an adapter."""
         return self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], self.core(adapter_name)

@@ -48,13 +48,17 @@ class LoadedAdapter:
 
     @property
     def cores(self) -> dict[str, Tensor]:
-        """R of each layer, not copied, in the order of a core's values."""
-        return {name: self.layers[name].core(self.name) for name in sorted(self.layers)}
+        """R of each layer, not copied, in the order of a core's values.
+
+        Raises:
+            ModelError: A core is pruned or parametrised.
+        """
+        return {name: self.layers[name].stored_core(self.name) for name in sorted(self.layers)}
 
     @property
     def ranks(self) -> dict[str, int]:
         """r of each layer, in the order of a core's values."""
-        return {name: len(R) for name, R in self.cores.items()}
+        return {name: len(self.layers[name].core(self.name)) for name in sorted(self.layers)}
 
     @property
     def core(self) -> Core:

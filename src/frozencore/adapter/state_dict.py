@@ -85,6 +85,8 @@ def tensors_to_save(
     """
     config.modules_to_save = _heads_there(config, model)
     adapter = LoadedAdapter(adapter_name, config, frozen_core_layers(model, adapter_name))
+    for layer in adapter.layers.values():
+        layer.require_plain_core(adapter_name)
     mark = f".{PREFIX}R."
     cores = {key.partition(mark)[0].removeprefix(BASE): unsharded(R) for key, R in state.items() if mark in key}
     tensors = {key: unsharded(value) for key, value in _trained_modules(model, adapter_name, state_dict).items()}

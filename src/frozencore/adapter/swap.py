@@ -39,13 +39,13 @@ class ReadyCore:
         Raises:
             ConfigError: The adapter was merged into the weights.
             ArtifactError: It was given another basis, or was deleted.
+            ModelError: A core of it was pruned or parametrised.
         """
         adapter = self.adapter
         require_unmerged(adapter.layers.values())
         adapter.require_basis(self.basis_id)
         with torch.no_grad():
-            current = [adapter.layers[name].core(adapter.name) for name in self.cores]
-            torch._foreach_copy_(current, list(self.cores.values()))
+            torch._foreach_copy_(list(adapter.cores.values()), list(self.cores.values()))
         for layer in adapter.layers.values():
             layer.frozencore_state[adapter.name] = BasisState.READY
 
@@ -60,6 +60,7 @@ def swap_core(model: nn.Module, source: CoreSource, *, adapter_name: str = "defa
     Raises:
         ConfigError: The model has no such adapter, or it is merged into the weights.
         ArtifactError: Another basis, or trained modules besides the core. Nothing is copied then.
+        ModelError: A core of it is pruned or parametrised.
     """
     prepare_swap(model, source, adapter_name=adapter_name).swap_in()
 
