@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -334,6 +335,17 @@ def pruned() -> PeftModel:
     return model
 
 
+def offloaded(model: PeftModel | None = None) -> PeftModel:
+    model = model or adapted("fcca", alpha=6.0, trained=True)
+    return cpu_offload(model, torch.device("cpu"), offload_buffers=True)
+
+
+def swap_in_offloaded(room: Room) -> None:
+    ready = prepare_swap(model := adapted("fcca", alpha=6.0), room.core)
+    offloaded(model)
+    ready.swap_in()
+
+
 OTHER_BASIS = "has a core on the basis [0-9a-f]{32}, but the model has [0-9a-f]{32}"
 SOURCES: list[tuple[Callable[[Room], Any], str]] = [
     *((lambda room, name=name: room / name, OTHER_BASIS)
@@ -347,9 +359,12 @@ CORES: list[Refusal] = [
     *((lambda room, take=take, source=source: take(room.model, source(room)), ArtifactError, message)
       for take in (swap_core, lambda model, source: CoreBank(model, 1).put("a", source))
       for source, message in SOURCES),
-    *((lambda room, use=use: use(pruned(), room), ModelError, "computed from other tensors. Call torch.nn.utils.prune")
+    *((lambda room, use=use, made=made: use(made(), room), ModelError, message)
+      for made, message in ((pruned, "computed from other tensors. Call torch.nn.utils.prune.remove"),
+                            (offloaded, "accelerate offloaded that of layer"))
       for use in (lambda model, room: swap_core(model, room.core), lambda model, _: get_core(model),
                   lambda model, room: set_basis(model, load_basis(room / "basis"), reset=True))),
+    (swap_in_offloaded, ModelError, "accelerate offloaded that of layer"),
     (lambda _: get_peft_model_state_dict(pruned()), ModelError, "computed from other tensors"),
     (lambda room: swap_core(room.model, room.core, adapter_name="other"), ConfigError, "no .* adapter 'other', only"),
     (lambda room: swap_core(merged(room.model), room.core), ConfigError, "unmerge_adapter"),

@@ -163,7 +163,13 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     def stored_core(self, adapter_name: str) -> Tensor:
         """R, to be read or replaced in memory; refuses a core whose values are elsewhere."""
         self.require_plain_core(adapter_name)
-        return self.core(adapter_name)
+        R = self.core(adapter_name)
+        if R.is_meta and hasattr(self.frozencore_R[adapter_name], "_hf_hook"):  # else a file will bring its values
+            raise ModelError(
+                f"A core is read and replaced in memory, but accelerate offloaded that of layer {self.name!r}. Do it "
+                "before the model is offloaded, or call accelerate.hooks.remove_hook_from_submodules(model) first."
+            )
+        return R
 
     def factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
         """P (m x r), Q (n x r) and R (r x r) of an adapter."""

@@ -51,7 +51,7 @@ class LoadedAdapter:
         """R of each layer, not copied, in the order of a core's values.
 
         Raises:
-            ModelError: A core is pruned or parametrised.
+            ModelError: A core is pruned, parametrised or offloaded.
         """
         return {name: self.layers[name].stored_core(self.name) for name in sorted(self.layers)}
 

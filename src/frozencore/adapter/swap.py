@@ -39,7 +39,7 @@ class ReadyCore:
         Raises:
             ConfigError: The adapter was merged into the weights.
             ArtifactError: It was given another basis, or was deleted.
-            ModelError: A core of it was pruned or parametrised.
+            ModelError: A core of it was pruned, parametrised or offloaded.
         """
         adapter = self.adapter
         require_unmerged(adapter.layers.values())
@@ -60,7 +60,7 @@ def swap_core(model: nn.Module, source: CoreSource, *, adapter_name: str = "defa
     Raises:
         ConfigError: The model has no such adapter, or it is merged into the weights.
         ArtifactError: Another basis, or trained modules besides the core. Nothing is copied then.
-        ModelError: A core of it is pruned or parametrised.
+        ModelError: A core of it is pruned, parametrised or offloaded.
     """
     prepare_swap(model, source, adapter_name=adapter_name).swap_in()
 
