@@ -444,6 +444,25 @@ def test_what_the_template_does_not_write_of_a_rows_context_is_counted(byte_toke
     assert tojson.render(talk_row([{**ASKED, "content": 'Say "hi"\n'}, SAID])).changed == ()
 
 
+@pytest.mark.parametrize(
+    ("written", "notes"),
+    [
+        ("{{ m.content }}", 1),
+        ("{# {{ m.reasoning_content }}\n#}{{ m.content }}", 1),
+        ("{% if m.tool_calls %}{{ m.reasoning_content }}{% endif %}{{ m.content }}", 1),
+        ("{{ m.reasoning_content|trim }}|{{ m.content }}", 0),
+        ("{{ m.thinking }}|{{ m.content }}", 0),  # transformers gives it the same thought
+    ],
+)
+@pytest.mark.parametrize("thought", ["Of France, then.\n", "Paris"])
+def test_a_thought_that_the_template_does_not_write_in_a_turn_with_loss_is_counted(
+    written: str, notes: int, thought: str, byte_tokenizer: Callable[..., Any]
+) -> None:
+    encoder = talk_encoder(byte_tokenizer, PLAIN.replace("{{ m.content }}", written), "last")
+    text = encoder.render(talk_row([ASKED, {**SAID, "reasoning_content": thought}]))
+    assert text.changed == ("the chat template does not write reasoning_content",) * notes
+
+
 def test_a_turn_that_the_template_marks_in_pieces_has_the_same_loss_as_last_and_as_all(
     encoder_of: Callable[..., PromptEncoder], byte_model: nn.Module
 ) -> None:

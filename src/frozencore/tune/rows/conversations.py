@@ -30,6 +30,8 @@ _OPEN_THOUGHT = re.compile(r"(?:</?think>\s*)+$")
 _FLAGS = ("weight", "train", "loss", "loss_mask", "trainable")
 _TRUTHS = dict.fromkeys(("true", "1", "1.0", "yes"), True) | dict.fromkeys(("false", "0", "0.0", "no"), False)
 _NOT_TEXT = ("role", "type", "id", "tool_call_id")  # a template may take these in one form only
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # transformers gives a template one of these as the others
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _PROBE = ("qx0xq", "qx1xq", "qx2xq", "qx3xq")
 SYSTEM_FOLDED = "the system text stands before the first question, as the chat template takes no system turn"
 
@@ -329,8 +331,8 @@ class Conversation:
     def _dropped(self, whole: str, turns: Mapping[int, Sequence[Span]]) -> tuple[str, ...]:
         """The parts of the conversation that the template does not write.
 
-        A content is written if it stands in the text, and a key if the template names it. A turn without loss may lack
-        its thought.
+        A content is written if it stands in the text, and so is a thought beside it in a turn with loss. Another key is
+        written if the template names it. A turn without loss may lack its thought.
 
         Args:
             turns: The spans of the turns with loss.
@@ -338,7 +340,7 @@ class Conversation:
         Raises:
             DataError: The content or a call of a turn with loss is missing.
         """
-        source, lost = self.template.source(self.tools), dict[str, None]()
+        source, lost = _COMMENT.sub("", self.template.source(self.tools)), dict[str, None]()
         for number, message in enumerate(self.messages):
             role, content, calls = str(message["role"]), message.get("content"), message.get("tool_calls") or ()
             text = "".join(whole[start:stop] for start, stop in turns[number]) if number in turns else whole
@@ -357,8 +359,10 @@ class Conversation:
             else:
                 lost |= {} if is_written else {f"content of the {role}": None}
                 lost |= {f"a call of the {role}": None} if calls and "tool_calls" not in source else {}
-            further = message.keys() - {*_NOT_TEXT, "content", "tool_calls"}
-            lost |= dict.fromkeys(key for key in message if key in further and key not in source)
+            for key in (key for key in message if key not in (*_NOT_TEXT, "content", "tool_calls")):
+                is_named = key in source and not (key in _THOUGHTS and number in turns)
+                if not is_named and not (key in _THOUGHTS and _stands_beside(content, text, message[key])):
+                    lost[key] = None
         if self.tools and "tools" not in source:
             lost["tools"] = None
         return tuple(f"{NOT_WRITTEN} {what}" for what in lost)
@@ -377,6 +381,12 @@ def _stands_in(whole: str, text: str) -> bool:
     """Whether a text is written as it is, without a thought before it, or inside of JSON."""
     forms = (text, text.rpartition("</think>")[2], _json_text([text.strip()])[2:-2])
     return any(form.strip() in whole for form in forms)
+
+
+def _stands_beside(content: Any, text: str, thought: Any) -> bool:
+    """Whether a thought is written beside a content, which may have the same words."""
+    said, parts = "\n".join(_texts(content)), [part.strip() for part in _texts(thought)]
+    return all(text.count(part) > said.count(part) for part in parts if part)
 
 
 def _has_system(messages: Messages) -> bool:
