@@ -19,7 +19,7 @@ from frozencore.tune.calibration_record import Alignment, CalibrationSummary
 from frozencore.tune.config import RunConfig
 from frozencore.tune.provenance import Provenance as Provenance
 from frozencore.tune.record_part import Count, Finite, RecordPart, rounded
-from frozencore.tune.rows import CONTROL, NOT_WRITTEN
+from frozencore.tune.rows import CONTROL, NOT_WRITTEN, OTHER_PROMPT
 from frozencore.tune.rows.prompts import TooLong
 from frozencore.tune.rows.row_sources import in_words
 
@@ -109,7 +109,8 @@ class ReadRows(RecordPart):
         lines = [f"{num_of(len(self.unused_columns), 'column')} not used: {unused}"] if unused else []
         for what, count in self.changed.items():
             rows = num_of(count, "row")
-            lines.append(f"in {rows} {what}" if what.startswith((NOT_WRITTEN, CONTROL)) else f"{rows} changed: {what}")
+            as_given = what.startswith((NOT_WRITTEN, CONTROL, OTHER_PROMPT))
+            lines.append(f"in {rows} {what}" if as_given else f"{rows} changed: {what}")
         if self.joined:
             where = "one token holds the end of the prompt and the beginning of the completion"
             way_out = "end prompts without a space and begin completions with one"

@@ -463,6 +463,28 @@ def test_a_thought_that_the_template_does_not_write_in_a_turn_with_loss_is_count
     assert text.changed == ("the chat template does not write reasoning_content",) * notes
 
 
+@pytest.mark.parametrize("with_marks", [True, False])
+@pytest.mark.parametrize(
+    ("name", "answer", "asks"),
+    [
+        ("opens a thought", SAID, "<|assistant|><think>\\n"),
+        ("a thought on one line", SAID, "<|im_start|>assistant\\n<think>\\n"),
+        ("asks without a thought", BESIDE, "<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n"),
+        ("asks without a thought", SAID, None),
+        ("writes the thought that it opens", SAID, None),
+        ("an end of its own for the last", SAID, None),
+    ],
+)
+def test_a_row_that_goes_on_otherwise_than_the_prompt_of_a_chat_is_counted(
+    name: str, answer: dict[str, Any], asks: str | None, with_marks: bool, byte_tokenizer: Callable[..., Any]
+) -> None:
+    encoder = talk_encoder(byte_tokenizer, (marked if with_marks else plain)(TEMPLATES[name]), "last")
+    text = encoder.render(talk_row([ASKED, SAID, ASKED, answer]))
+    ids, _ = encoder.ask([ASKED, SAID, ASKED], "row-1")
+    assert text.whole.startswith(encoder.tokenizer.decode(ids)) == (asks is None)
+    assert [note.partition(", but")[0] for note in text.changed] == [f"a chat's prompt ends with '{asks}'"] * bool(asks)
+
+
 def test_a_turn_that_the_template_marks_in_pieces_has_the_same_loss_as_last_and_as_all(
     encoder_of: Callable[..., PromptEncoder], byte_model: nn.Module
 ) -> None:

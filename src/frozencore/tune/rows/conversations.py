@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from frozencore.errors import ConfigError, DataError
 from frozencore.text import HALF_A_CHARACTER
-from frozencore.tune.rows import NOT_WRITTEN
+from frozencore.tune.rows import NOT_WRITTEN, OTHER_PROMPT
 from frozencore.tune.rows.row_sources import json_or_value
 
 Message = Mapping[str, Any]
@@ -255,7 +255,7 @@ class Conversation:
             loss_spans=tuple((first - start, end - start) for first, end in spans) if len(spans) > 1 else (),
             num_answer_spans=sum(end > begin for _, end in spans),
             suffix=whole[stop:] if is_ended else None,
-            changed=(*([SYSTEM_FOLDED] if self.is_folded else []), *dropped),
+            changed=(*([SYSTEM_FOLDED] if self.is_folded else []), *dropped, *self._other_prompt(wanted[-1], whole)),
         )
 
     def _write(self, count: int, *, asks: bool = False, marked: bool = False) -> tuple[str, list[Span]]:
@@ -310,6 +310,20 @@ class Conversation:
         suffix = self.template.suffix
         ended = len(whole) - len(suffix) + len(suffix.rstrip())
         return len(prompt), ended if whole.endswith(suffix) else len(whole.rstrip())
+
+    def _other_prompt(self, number: int, whole: str) -> list[str]:
+        """A note if the text goes on otherwise than the prompt with which a chat asks for a turn."""
+        try:
+            prompt, before = self.prompt(number), self._write(number)[0]
+        except DataError:  # the template takes no conversation that ends here
+            return []
+        shared, asks = (len(shared_beginning([prompt, text])) for text in (whole, before))
+        if shared < asks or shared == len(prompt):  # a template may write a turn in another way once a turn follows
+            return []
+        return [
+            f"{OTHER_PROMPT} {prompt[asks:]!r}, but the row goes on otherwise, so answers in a chat may be worse than "
+            "the scores; use rows that go on from this prompt (with a thought, or without), or another chat template"
+        ]
 
     def _end_of(self, number: int, whole: str, start: int, stop: int) -> int:
         """The end of a turn with the token after it, if it does not end with a token at which generation stops."""
