@@ -501,6 +501,19 @@ def test_a_turn_that_the_template_marks_in_pieces_has_the_same_loss_as_last_and_
     assert found.gold == "So|Rome, of course"
 
 
+@pytest.mark.parametrize("loss_on", ["last", "all"])
+def test_a_mark_belongs_to_the_turn_in_which_it_stands_also_where_there_are_as_many_as_turns(
+    loss_on: Any, encoder_of: Callable[..., PromptEncoder]
+) -> None:
+    answer = "{% generation %}{{ m.content }}</s>{% endgeneration %}"
+    pieces = "{% generation %}({{ m.reasoning_content }}){% endgeneration %}|" + answer
+    called = "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}</s>{% else %}" + pieces + "{% endif %}"
+    encoder = encoder_of(MARKED.replace(answer, called), loss_on)
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL], "weight": 0}
+    row = row_of(encoder, [ASKED, call, FOUND, BESIDE])
+    assert with_loss(encoder, row) == ["(b)", "Paris</s>"]
+
+
 def test_a_call_ends_where_generation_stops(byte_tokenizer: Callable[..., Any]) -> None:
     called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     written = (

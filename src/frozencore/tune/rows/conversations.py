@@ -271,9 +271,10 @@ class Conversation:
     def _marked(self, asked: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:
         """The whole text, and for each of the assistant's messages the spans that the template marks."""
         whole, marks = self._write(len(self.messages), marked=True)
-        if len(marks) == len(asked):
-            turns = {number: [mark] for number, mark in zip(asked, marks, strict=True)}
-        else:  # a turn may have several marks: they end after the prompt of its answer
+        turns = {number: [mark] for number, mark in zip(asked, marks, strict=False)}
+        in_order = (not self._missing(number, whole[start:stop]) for number, ((start, stop),) in turns.items())
+        if len(marks) != len(asked) or not all(in_order):
+            # a turn may have several marks, or none: its marks end after the prompt of its answer
             begins = {number: len(shared_beginning([self.prompt(number), whole])) for number in asked}
             turns = {number: [] for number in asked}
             for mark in marks:
@@ -342,6 +343,14 @@ class Conversation:
             ends |= set(special_tokens(self.template.tokenizer))
         return turn.rstrip().endswith(tuple(ends))
 
+    def _missing(self, number: int, text: str) -> list[str]:
+        """The calls and the content of a message that do not stand in a text."""
+        content, calls = self.messages[number].get("content"), self.messages[number].get("tool_calls") or ()
+        called = (call.get("function") or call for call in calls if isinstance(call, Mapping))
+        missing = [f"the call of {name!r}" for call in called if (name := str(call.get("name"))) not in text]
+        is_written = all(_stands_in(text, part) for part in _texts(content))
+        return [*missing, *([] if is_written and (text or not str(content or "").strip()) else ["the content"])]
+
     def _dropped(self, whole: str, turns: Mapping[int, Sequence[Span]]) -> tuple[str, ...]:
         """The parts of the conversation that the template does not write.
 
@@ -358,11 +367,8 @@ class Conversation:
         for number, message in enumerate(self.messages):
             role, content, calls = str(message["role"]), message.get("content"), message.get("tool_calls") or ()
             text = "".join(whole[start:stop] for start, stop in turns[number]) if number in turns else whole
-            is_written = all(_stands_in(text, part) for part in _texts(content))
             if number in turns:
-                called = (call.get("function") or call for call in calls if isinstance(call, Mapping))
-                missing = [f"the call of {name!r}" for call in called if (name := str(call.get("name"))) not in text]
-                missing += [] if is_written and (text or not str(content or "").strip()) else ["the content"]
+                missing = self._missing(number, text)
                 if missing:
                     raise DataError(
                         f"Row {self.row_id}: the chat template does not write {missing[0]} of turn {number + 1}, the "
@@ -371,6 +377,7 @@ class Conversation:
                 thought = str(content or "").rpartition("</think>")[0].rpartition("<think>")[2].strip()
                 lost |= {} if thought in text else {"a thought in the content": None}
             else:
+                is_written = all(_stands_in(text, part) for part in _texts(content))
                 lost |= {} if is_written else {f"content of the {role}": None}
                 lost |= {f"a call of the {role}": None} if calls and "tool_calls" not in source else {}
             for key in (key for key in message if key not in (*_NOT_TEXT, "content", "tool_calls")):
