@@ -382,6 +382,18 @@ def test_a_message_without_weight_has_no_loss(flag: dict[str, Any], encoder_of: 
     assert row_of(encoder, first) == row_of(encoder_of(MARKED, "last"), first)
 
 
+def test_an_empty_turn_is_refused_where_it_has_loss(encoder_of: Callable[..., PromptEncoder]) -> None:
+    empty = {"role": "assistant", "content": ""}
+    encoder, last = encoder_of(MARKED), encoder_of(MARKED, "last")
+    with pytest.raises(
+        DataError, match="Row row-1: a turn with loss must hold text or a call, but turn 2, .* weight 0"
+    ):
+        row_of(encoder, [ASKED, empty, *TURNS[2:]])
+    weightless = row_of(encoder, [ASKED, {**empty, "weight": 0}, *TURNS[2:]])
+    assert weightless == row_of(last, [ASKED, empty, *TURNS[2:]])
+    assert with_loss(encoder, weightless) == ["Rome, of course</s>"]
+
+
 def test_labels_that_are_special_tokens_are_compared(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
     encoder = talk_encoder(byte_tokenizer, PLAIN, "last")
     encoder.tokenizer.add_special_tokens({"additional_special_tokens": ["<pos>", "<neg>"]})

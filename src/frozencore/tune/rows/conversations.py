@@ -224,7 +224,7 @@ class Conversation:
             num_completion: The number of messages at the end that are the completion.
 
         Raises:
-            DataError: A turn cannot be found, or no turn has loss.
+            DataError: A turn cannot be found, no turn has loss, or one with loss is empty.
         """
         asked = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
         first = 0 if loss_on == "all" else len(self.messages) - num_completion
@@ -233,6 +233,12 @@ class Conversation:
             raise DataError(
                 f"Row {self.row_id}: no turn to learn is left, as messages have weight 0 or train false "
                 "(or loss, loss_mask, trainable)."
+            )
+        said = ("content", "tool_calls", *_THOUGHTS)
+        if empty := [number for number in wanted if not any(self.messages[number].get(key) for key in said)]:
+            raise DataError(
+                f"Row {self.row_id}: a turn with loss must hold text or a call, but turn {empty[0] + 1}, the "
+                "assistant's, is empty. Give it weight 0."
             )
         if _MARKS.search(self.template.source(self.tools)):
             whole, turns = self._marked(asked)
