@@ -77,7 +77,8 @@ def test_each_form_puts_the_loss_where_it_belongs(
         (ALPACA, "<s>user\nName the capital.\n\nFrance</s>\n<s>assistant\n", "Paris</s>"),
         (TEXT, "<s>", "Paris is a capital.</s>"),
     )
-    nested = ((MESSAGES, asked, "Paris</s>"), (CONVERSATIONAL, asked, "Paris</s>"), (SHAREGPT, asked, "Paris</s>"))
+    messages = {"conversations": MESSAGES["messages"]}
+    nested = [(row, asked, "Paris</s>") for row in (MESSAGES, CONVERSATIONAL, SHAREGPT, messages)]
     for row, context, completion in (*flat, *(() if suffix in TABLES else nested)):
         rows = read_rows(write(tmp_path / f"rows{suffix}", [row, row]), encoder).rows
         assert [one.id for one in rows] == ["row-1", "row-2"]

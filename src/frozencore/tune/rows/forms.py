@@ -6,6 +6,7 @@
     {"messages": [{"role": "user", "content": "Capital of France?"}, {"role": "assistant", "content": "Paris"}]}
     {"instruction": "Name the capital.", "input": "France", "output": "Paris"}            (Alpaca)
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}   (ShareGPT)
+    {"conversations": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"text": "Paris is the capital of France."}
 
 The loss is on the completion (the assistant's turns of it), the output, the assistant's last turn, or the whole text.
@@ -199,6 +200,10 @@ def _instruction(row: RawRow, row_id: str) -> Row:
 
 
 def _sharegpt(row: RawRow, row_id: str) -> Row:
+    given = row.get("conversations")
+    first = given[0] if isinstance(given, list) and given else None
+    if isinstance(first, Mapping) and first.get("from") is None and first.get("role") is not None:
+        return _conversation(_turns(row, "conversations", row_id), "conversations", row, row_id)
     turns = []
     for turn in _turns(row, "conversations", row_id, role="from"):
         if turn["from"] not in SHAREGPT_ROLES:
