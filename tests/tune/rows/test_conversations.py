@@ -475,6 +475,16 @@ def test_a_thought_that_the_template_does_not_write_in_a_turn_with_loss_is_count
     assert text.changed == ("the chat template does not write reasoning_content",) * notes
 
 
+def test_a_thought_in_the_content_under_an_empty_one_is_counted(byte_tokenizer: Callable[..., Any]) -> None:
+    thought = "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    encoder = talk_encoder(byte_tokenizer, PLAIN.replace("{{ m.content }}", thought + "{{ m.content }}"), "last")
+    for answer, notes in ((THOUGHT, 1), (BESIDE, 0), (SAID, 0), ({**BESIDE, **THOUGHT}, 0)):
+        changed = encoder.render(talk_row([ASKED, answer])).changed
+        assert [note.partition(" as such, ")[0] for note in changed] == [
+            "the chat template does not write a thought in the content"
+        ] * notes
+
+
 @pytest.mark.parametrize("with_marks", [True, False])
 @pytest.mark.parametrize(
     ("name", "answer", "asks"),

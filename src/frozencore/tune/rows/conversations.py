@@ -31,6 +31,7 @@ _FLAGS = ("weight", "train", "loss", "loss_mask", "trainable")
 _TRUTHS = dict.fromkeys(("true", "1", "1.0", "yes"), True) | dict.fromkeys(("false", "0", "0.0", "no"), False)
 _NOT_TEXT = ("role", "type", "id", "tool_call_id")  # a template may take these in one form only
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # transformers gives a template one of these as the others
+_NESTED = f"a thought in the content as such, but an empty one before it; give it as {_THOUGHTS[0]}"
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _PROBE = ("qx0xq", "qx1xq", "qx2xq", "qx3xq")
 SYSTEM_FOLDED = "the system text stands before the first question, as the chat template takes no system turn"
@@ -382,6 +383,7 @@ class Conversation:
                     )
                 thought = str(content or "").rpartition("</think>")[0].rpartition("<think>")[2].strip()
                 lost |= {} if thought in text else {"a thought in the content": None}
+                lost |= {_NESTED: None} if _nests_a_thought(message, text) else {}
             else:
                 is_written = all(_stands_in(text, part) for part in _texts(content))
                 lost |= {} if is_written else {f"content of the {role}": None}
@@ -414,6 +416,12 @@ def _stands_beside(content: Any, text: str, thought: Any) -> bool:
     """Whether a thought is written beside a content, which may have the same words."""
     said, parts = "\n".join(_texts(content)), [part.strip() for part in _texts(thought)]
     return all(text.count(part) > said.count(part) for part in parts if part)
+
+
+def _nests_a_thought(message: Message, text: str) -> bool:
+    """Whether a template does not find the thought in a content, and writes another one before it."""
+    num_inside = str(message.get("content") or "").count("</think>")
+    return 0 < num_inside < text.count("</think>") - any(message.get(key) for key in _THOUGHTS)
 
 
 def _has_system(messages: Messages) -> bool:
