@@ -277,6 +277,11 @@ def test_a_run_is_not_resumed_on_another_model_or_on_other_rows(tmp_path: Path) 
     other.save_pretrained(model)
     with pytest.raises(TrainingError, match="but the base model changed"):
         execute(config, tmp_path / "run", silent, resume=True)
+    write(0)
+    other.config.rms_norm_eps = 1e-2
+    other.config.save_pretrained(model)
+    with pytest.raises(TrainingError, match="but the base model's configuration changed"):
+        execute(config, tmp_path / "run", silent, resume=True)
     assert bytes_in(tmp_path / "run") == before
 
 

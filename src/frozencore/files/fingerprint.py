@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_NOT_OF_A_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
 
 def fingerprint_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -40,6 +43,13 @@ def fingerprint_model(model: torch.nn.Module) -> str:
     A model with adapters has the hash of the plain model. Merged adapters change the weights and so the hash.
     """
     return fingerprint_tensors(sorted(base_tensors(model)))
+
+
+def fingerprint_config(model: torch.nn.Module) -> str:
+    """SHA-256 of a model's configuration; where it is from, its dtype, and what wrote it do not count."""
+    config = json.loads(base_of(model).config.to_json_string())
+    content = {name: value for name, value in config.items() if name not in _NOT_OF_A_MODEL}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

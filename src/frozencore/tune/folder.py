@@ -26,7 +26,8 @@ RECORD, FAILURE = "result.json", "failure.json"
 PREDICTIONS, SAMPLES, FIGURE = "predictions.jsonl", "samples.jsonl", "training.png"
 ADAPTER, BASIS = IN_A_RUN, BASIS_FOLDER
 INPUTS = {
-    "model": "the base model", "basis": "the basis", "start": "the core that it starts from", "recipe": "the recipe",
+    "model": "the base model", "config": "the base model's configuration", "basis": "the basis",
+    "start": "the core that it starts from", "recipe": "the recipe",
 }  # fmt: skip
 HASHES, BASE_SCORE, START, CHECKPOINTS = "inputs.json", "base-score.json", "start", "checkpoints"  # until a run ends
 CALIBRATION = "calibration.json"  # in the start: the calibration that made it

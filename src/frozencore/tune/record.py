@@ -44,13 +44,15 @@ class RecordedConfig(RecordPart):
 
 
 class Hashes(RecordPart):
-    """SHA-256 of the base weights, of each set of rows, of the choices of those to evaluate on, and of a core to start
-    from; the id of the basis.
+    """SHA-256 of the base weights, of the model's configuration, of each set of rows, of the choices of those to
+    evaluate on, and of a core to start from; the id of the basis.
 
-    ``basis`` is missing for methods without one, ``start`` if training started from zero.
+    ``basis`` is missing for methods without one, ``start`` if training started from zero, ``config`` in records of
+    evaluations and of earlier versions.
     """
 
     model: str
+    config: str | None = None
     train: str | None = None
     calibration: str | None = None
     evaluation: str | None = None

@@ -25,7 +25,7 @@ from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.adapter_folder import MANIFEST_FILE, RUN_FILE, UNFINISHED_FOLDER
 from frozencore.files.atomic_write import atomic_folder, remove_left, write_json, write_text
-from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
+from frozencore.files.fingerprint import fingerprint_config, fingerprint_model, fingerprint_tensors
 from frozencore.text import Progress, as_stage, num_of, one_line
 from frozencore.tune.adapt import Adapted, adapt, starting_core, undone_by_rounding, with_rate
 from frozencore.tune.adapters import save_adapter
@@ -103,7 +103,8 @@ def execute_many(
         for name, one in tenant_rows.items():
             with naming_tenant(repr(name)):
                 tenants[name] = tenant_of(one, inputs.model)  # raises errors before anything is written
-        targets, hashes = resolve_targets(config.method, inputs.model), {"model": fingerprint_model(inputs.model)}
+        targets = resolve_targets(config.method, inputs.model)
+        hashes = {"model": fingerprint_model(inputs.model), "config": fingerprint_config(inputs.model)}
         if start is not None:
             hashes["start"] = fingerprint_tensors(start.tensors.items())
         standing = {
@@ -113,7 +114,7 @@ def execute_many(
         }
         memory = PeakMemory(inputs.model)
         options = as_flags(given, many=True)
-        adapted = adapt_for_all(config, inputs, targets, out, hashes["model"], options, progress)
+        adapted = adapt_for_all(config, inputs, targets, out, hashes, options, progress)
         hashes["basis"] = basis_id(adapted.model)
         for name, record in standing.items():
             require_basis(out / name, record, hashes["basis"])
@@ -345,13 +346,22 @@ class Manifest(RecordPart):
 
 
 def adapt_for_all(
-    config: RunConfig, inputs: Inputs, targets: Targets, out: Path, model_hash: str, options: str, progress: Progress
+    config: RunConfig,
+    inputs: Inputs,
+    targets: Targets,
+    out: Path,
+    hashes: Mapping[str, str],
+    options: str,
+    progress: Progress,
 ) -> Adapted:
     """Add the adapter of all tenants to the model, and save its basis in ``out/basis`` if it has no name yet.
 
     A resumed run loads that basis. ``out/tenants.json`` says what the basis was made of: it is written before the
     basis, and again after it with the calibration, for the tenants' records. The given ``options`` are written
     first, because ``--resume`` goes on with them.
+
+    Args:
+        hashes: SHA-256 of the base model and of its configuration.
 
     Raises:
         ArtifactError: ``out/basis`` is another one, of a run with other options or rows.
@@ -368,7 +378,8 @@ def adapt_for_all(
         **{name: as_json(one.value_in(config)) for name, one in of_method.items()},
         **options_of_sums(vars(config.method.calibration)),
         "seed": config.method.seed,
-        "base model": model_hash,
+        "base model": hashes["model"],
+        "configuration of the base model": hashes["config"],
         "calibration rows": inputs.rows.fingerprints["calibration"],
     }
     before = Manifest.read(file)
