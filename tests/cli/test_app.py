@@ -71,8 +71,8 @@ def test_ctrl_c_says_that_something_goes_on_only_if_something_is_saved(
     assert status == 130
     assert err.splitlines()[-1] == f"frozencore: interrupted; nothing is saved yet; {from_the_beginning}"
     out.mkdir()
-    for name in ("inputs.json", "base-score.json"):
-        (out / name).write_text("{}")
+    for name, content in (("inputs.json", {"model": 64 * "0"}), ("base-score.json", {})):
+        (out / name).write_text(json.dumps(content))
     assert command(*asked, "--out", out)[2].splitlines()[-1].endswith(" continues from what is saved")
 
     monkeypatch.chdir(tmp_path)

@@ -58,6 +58,7 @@ def test_a_block_that_fails_leaves_no_empty_folder_and_no_lock(tmp_path: Path) -
         ("adapter/adapter_config.json", "an adapter"),
         ("start/notes.txt", "start"),
         ("predictions.jsonl", "predictions.jsonl"),
+        ("inputs.json", "inputs.json"),
     ],
 )
 def test_a_run_replaces_no_file_of_a_calibration_or_of_the_user(
@@ -68,6 +69,18 @@ def test_a_run_replaces_no_file_of_a_calibration_or_of_the_user(
     with pytest.raises(ArtifactError, match=f"already holds {content}"):
         execute(config_of(tmp_path / "rows.jsonl"), tmp_path, fail, resume=resume)
     assert [path.name for path in tmp_path.iterdir()] == [name.partition("/")[0]]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("content", ["{}", "[]", "rows: 9", '{"model": "mine"}'])
+def test_an_inputs_file_of_the_user_does_not_make_a_folder_that_of_a_run(
+    content: str, resume: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "inputs.json").write_text(content)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ArtifactError, match="already holds checkpoints"):
+        execute(config_of(tmp_path / "rows.jsonl"), tmp_path, fail, resume=resume)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "inputs.json"]
 
 
 def test_a_run_does_not_replace_the_options_that_a_user_wrote_into_its_folder(tmp_path: Path) -> None:

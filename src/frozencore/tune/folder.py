@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -32,7 +33,7 @@ INPUTS = {
 HASHES, BASE_SCORE, START, CHECKPOINTS = "inputs.json", "base-score.json", "start", "checkpoints"  # until a run ends
 CALIBRATION = "calibration.json"  # in the start: the calibration that made it
 _NAMED = {RECORD: "a finished run", ADAPTER: "an adapter", BASIS: "a basis"}
-_OF_A_RUN = (ADAPTER, PREDICTIONS, SAMPLES, FIGURE, CHECKPOINTS, START, BASE_SCORE)  # replaced or removed at its end
+_OF_A_RUN = (ADAPTER, PREDICTIONS, SAMPLES, FIGURE, CHECKPOINTS, START, BASE_SCORE, HASHES)  # it overwrites them
 _MAY_DIFFER = (*PLACES, "model", "report_to", "save_steps")  # in a resumed run; the model is compared by its hash
 
 
@@ -44,6 +45,14 @@ def interrupted_work(out: Path) -> str | None:
     if (out / START / CALIBRATION).is_file():
         return "its bases"
     return "the base model's score" if (out / BASE_SCORE).is_file() else None
+
+
+def _has_begun(out: Path) -> bool:
+    """Return whether the folder holds the hashes of a run; a file of the user may have the same name."""
+    with suppress(OSError, ValueError):
+        hashes = json.loads((out / HASHES).read_text(encoding="utf-8"))
+        return isinstance(hashes, dict) and bool(re.fullmatch("[0-9a-f]{64}", str(hashes.get("model"))))
+    return False
 
 
 def begin(out: Path, config: RunConfig, hashes: Mapping[str, str], *, resume: bool) -> None:
@@ -169,7 +178,7 @@ def refuse_used(out: Path, *, resume: bool) -> None:
     """
     if resume and (out / RECORD).exists():
         raise ArtifactError(f"{out} holds a finished run: there is nothing to resume. Choose another --out.")
-    has_begun = (out / HASHES).is_file()
+    has_begun = _has_begun(out)
     if resume and has_begun:
         require_writable(out)
     else:
