@@ -16,6 +16,9 @@ from frozencore.tune.many.run import execute_many
 from frozencore.tune.run import execute
 from small_runs import config_of
 
+BEGUN = json.dumps({"model": 64 * "0"})
+"""The ``inputs.json`` of a run that has begun."""
+
 
 def fail(stage: str, *_: object) -> None:
     raise AssertionError(f"{stage}: before any work is done it is clear that the folder is in use")
@@ -94,3 +97,14 @@ def test_nothing_else_is_written_into_the_folder_of_an_interrupted_run(names: tu
     (tmp_path / "base-score.json").write_text("{}")
     with pytest.raises(TrainingError, match="interrupted run"):
         require_new(tmp_path, *names)
+
+
+def test_a_run_that_was_stopped_in_its_last_clean_up_is_finished_and_resuming_removes_the_rest(tmp_path: Path) -> None:
+    for name, content in (("result.json", "{}"), ("inputs.json", BEGUN), ("base-score.json", "{}")):
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ArtifactError, match="already holds a finished run"):
+        execute(config_of(tmp_path / "rows.jsonl"), tmp_path, fail)
+    assert (tmp_path / "base-score.json").exists()
+    with pytest.raises(ArtifactError, match="holds a finished run: there is nothing to resume"):
+        execute(config_of(tmp_path / "rows.jsonl"), tmp_path, fail, resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]

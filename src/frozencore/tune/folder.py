@@ -38,7 +38,9 @@ _MAY_DIFFER = (*PLACES, "model", "report_to", "save_steps")  # in a resumed run;
 
 
 def interrupted_work(out: Path) -> str | None:
-    """Describe the files of an interrupted run in a folder; None if there are none."""
+    """Describe the files of an interrupted run in a folder; None if there are none, or the run has its record."""
+    if (out / RECORD).exists():
+        return None
     newest = newest_whole(out / CHECKPOINTS)
     if newest is not None:
         return f"its step {step_of(newest)}"
@@ -172,13 +174,17 @@ def require_new(out: Path, *names: str) -> None:
 def refuse_used(out: Path, *, resume: bool) -> None:
     """Check that a run may use the folder; in the folder of a run that has begun, its own files may be replaced.
 
+    A run that was stopped after its record, while it removed its work, is finished: ``resume`` removes the rest.
+
     Raises:
         ArtifactError: The folder cannot be written, or holds a finished run or other files of these names.
         TrainingError: The folder holds an interrupted run, and ``resume`` is off.
     """
-    if resume and (out / RECORD).exists():
-        raise ArtifactError(f"{out} holds a finished run: there is nothing to resume. Choose another --out.")
     has_begun = _has_begun(out)
+    if resume and (out / RECORD).exists():
+        if has_begun:
+            remove_work(out)
+        raise ArtifactError(f"{out} holds a finished run: there is nothing to resume. Choose another --out.")
     if resume and has_begun:
         require_writable(out)
     else:
