@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from frozencore.errors import ArtifactError, ConfigError, TrainingError
-from frozencore.tune.folder import ADAPTER, BASIS, RECORD, locked, require_new
+from frozencore.tune.folder import ADAPTER, BASIS, RECORD, begin, locked, refuse_used, require_new
 from frozencore.tune.many.run import execute_many
 from frozencore.tune.run import execute
 from small_runs import config_of
@@ -108,3 +108,20 @@ def test_a_run_that_was_stopped_in_its_last_clean_up_is_finished_and_resuming_re
     with pytest.raises(ArtifactError, match="holds a finished run: there is nothing to resume"):
         execute(config_of(tmp_path / "rows.jsonl"), tmp_path, fail, resume=True)
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("stopped_at", ["write_json", "write_text"])
+def test_a_run_that_was_stopped_while_it_wrote_its_options_begins_again_in_its_folder(
+    stopped_at: str, resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    config, hashes = config_of(tmp_path / "rows.jsonl"), json.loads(BEGUN)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        patched.setattr(f"frozencore.tune.folder.{stopped_at}", stop)
+        begin(tmp_path / "out", config, hashes, resume=False)
+    refuse_used(tmp_path / "out", resume=resume)
+    begin(tmp_path / "out", config, hashes, resume=resume)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["inputs.json", "run.yaml"]

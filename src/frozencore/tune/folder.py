@@ -58,7 +58,9 @@ def _has_begun(out: Path) -> bool:
 
 
 def begin(out: Path, config: RunConfig, hashes: Mapping[str, str], *, resume: bool) -> None:
-    """Write the given options of a run and the hashes of its inputs; compare the hashes if the run is resumed.
+    """Write the hashes of a run's inputs and its given options; compare the hashes if the run is resumed.
+
+    The hashes come first: they say of a run that is stopped between the two that its folder may be used again.
 
     Raises:
         TrainingError: The base model, the basis, the starting core, the rows or the recipe are not those that the run
@@ -73,10 +75,11 @@ def begin(out: Path, config: RunConfig, hashes: Mapping[str, str], *, resume: bo
                 f"To resume, model, basis, rows and recipe must be those that {out} began with, but {what} changed. "
                 "Choose another --out."
             )
-        return
+        if (out / RUN_FILE).is_file():
+            return
     out.mkdir(parents=True, exist_ok=True)
-    write_text(out / RUN_FILE, as_flags(config))
     write_json(out / HASHES, hashes)
+    write_text(out / RUN_FILE, as_flags(config))
 
 
 def remove_work(out: Path) -> None:
