@@ -32,6 +32,14 @@ def test_a_folder_whose_replacement_was_killed_is_the_old_one_or_the_new_one(
     assert (tmp_path / "anna" / "core").read_text() == kept
 
 
+def test_only_temporary_names_of_a_writer_are_removed(tmp_path: Path) -> None:
+    others = [".anna.b.0123abcd.tmp", ".anna.draft.tmp", ".anna.notes.old", ".anna.v1.old"]
+    for name in (*others, ".anna.0123abcd.tmp"):
+        (tmp_path / name).touch()
+    remove_left(tmp_path, "anna")
+    assert sorted(path.name for path in tmp_path.iterdir()) == others
+
+
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), SafetensorError("I/O error: File too large")]
 )

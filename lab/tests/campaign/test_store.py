@@ -31,9 +31,9 @@ def test_what_a_killed_process_had_half_written_is_gone_from_the_finished_run(tm
     """Files and folders alike: an adapter is saved as a folder."""
     store = Store(tmp_path)
     with store.running(RUN) as folder:
-        (folder / ".result.json.7.tmp").write_text("{")
-        (folder / ".adapter.7.tmp").mkdir()
-        (folder / ".adapter.7.tmp" / "adapter_config.json").write_text("{")
+        (folder / ".result.json.0123abcd.tmp").write_text("{")
+        (folder / ".adapter.0123abcd.tmp").mkdir()
+        (folder / ".adapter.0123abcd.tmp" / "adapter_config.json").write_text("{")
     assert [path.name for path in finish(store).iterdir()] == ["result.json"]
 
 

@@ -18,6 +18,7 @@ from frozencore.errors import ArtifactError
 from frozencore.text import one_line
 
 _MARKS = ("adapter_config.json", "config.json", "basis.json", "genai_config.json")
+_RANDOM = 8 * "[0-9a-f]"  # as a pattern: the part of a temporary name that :func:`_temporary` draws
 
 
 @contextmanager
@@ -47,11 +48,11 @@ def remove_left(folder: Path, name: str = "*") -> None:
 
     A folder that was set aside for a new one is put back if the new one is not there.
     """
-    for aside in folder.glob(f".{name}.*.old"):
+    for aside in folder.glob(f".{name}.{_RANDOM}.old"):
         place = folder / aside.name[1:].rsplit(".", 2)[0]
         if not place.exists():
             aside.rename(place)
-    for left in (*folder.glob(f".{name}.*.tmp"), *folder.glob(f".{name}.*.old")):
+    for left in (*folder.glob(f".{name}.{_RANDOM}.tmp"), *folder.glob(f".{name}.{_RANDOM}.old")):
         remove(left)
 
 
