@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from frozencore.errors import ArtifactError, ConfigError, TrainingError
+from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.folder import ADAPTER, BASIS, RECORD, begin, locked, refuse_used, require_new
 from frozencore.tune.many.run import execute_many
 from frozencore.tune.run import execute
@@ -125,3 +126,21 @@ def test_a_run_that_was_stopped_while_it_wrote_its_options_begins_again_in_its_f
     refuse_used(tmp_path / "out", resume=resume)
     begin(tmp_path / "out", config, hashes, resume=resume)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["inputs.json", "run.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("run", "names"),
+    [
+        (execute, ("adapter", "start", "predictions.jsonl", "run.yaml", "inputs.json", "result.json")),
+        (execute_calibration, ("adapter", "basis")),
+    ],
+)
+def test_the_temporary_files_of_a_killed_run_are_removed_by_the_next(
+    run: Callable[..., object], names: tuple[str, ...], tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / f".{name}.0123abcd.tmp").mkdir()
+    (tmp_path / ".export.0123abcd.tmp").touch()  # of another writer, which may be at work
+    with pytest.raises(AssertionError, match="load"):
+        run(config_of(tmp_path / "no-rows.jsonl"), tmp_path, fail)
+    assert [path.name for path in tmp_path.iterdir()] == [".export.0123abcd.tmp"]

@@ -10,7 +10,7 @@ from frozencore.adapter.bases import save_basis
 from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.distributed import broadcast_from_rank0, raise_on_any_rank
 from frozencore.errors import ConfigError
-from frozencore.files.atomic_write import require_writable
+from frozencore.files.atomic_write import remove_left, require_writable
 from frozencore.text import Progress
 from frozencore.tune.adapt import own_share
 from frozencore.tune.adapters import add_adapter, save_adapter
@@ -49,6 +49,8 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
             require_writable(out)
             if is_first():
                 held.enter_context(locked(out))
+                for name in (ADAPTER, BASIS):
+                    remove_left(out, name)  # by a killed calibration
             require_new(out, RECORD, ADAPTER, BASIS)
             if of_tenants:
                 inputs, _ = read_tenants(config, find_tenants(Path(config.rows.learns)), progress)

@@ -15,7 +15,7 @@ import yaml
 
 from frozencore.errors import ArtifactError, FrozenCoreError, TrainingError
 from frozencore.files.adapter_folder import BASIS_FOLDER, IN_A_RUN, RUN_FILE
-from frozencore.files.atomic_write import require_writable, write_json, write_text
+from frozencore.files.atomic_write import remove_left, require_writable, write_json, write_text
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.text import flag_of
 from frozencore.tune.config import PLACES, RunConfig, as_flags, run_options
@@ -198,11 +198,16 @@ def refuse_used(out: Path, *, resume: bool) -> None:
 def claimed(out: Path, config: RunConfig, *, resume: bool) -> Iterator[None]:
     """Check that a run may use the folder, and lock it inside; of several processes the first holds the lock.
 
+    The temporary files of a killed run are removed.
+
     Raises:
         ArtifactError, TrainingError: As in :func:`refuse_used`, :func:`require_same_options` and :func:`locked`.
     """
     require_writable(out)
     with locked(out) if is_first() else nullcontext():
+        if is_first():
+            for name in (*_OF_A_RUN, RUN_FILE, RECORD):
+                remove_left(out, name)
         refuse_used(out, resume=resume)
         if resume:
             require_same_options(out, config)
