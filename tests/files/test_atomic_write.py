@@ -32,6 +32,31 @@ def test_a_folder_whose_replacement_was_killed_is_the_old_one_or_the_new_one(
     assert (tmp_path / "anna" / "core").read_text() == kept
 
 
+@pytest.mark.parametrize(("num_renames", "kept"), [(0, "old"), (1, "old"), (2, "new")])
+def test_a_replacement_that_is_stopped_leaves_one_whole_folder(
+    num_renames: int, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C before the first rename, between the two, and after both."""
+    renamed, rename = list[Path](), Path.rename
+
+    def stop(path: Path, target: Path) -> Path:
+        renamed.append(path)
+        if len(renamed) == num_renames + 1 and num_renames < 2:
+            raise KeyboardInterrupt
+        result = rename(path, target)
+        if len(renamed) == num_renames == 2:
+            raise KeyboardInterrupt
+        return result
+
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("old")
+    monkeypatch.setattr(Path, "rename", stop)
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "out", overwrite=True) as aside:
+        (aside / "config.json").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "config.json").read_text() == kept
+
+
 def test_only_temporary_names_of_a_writer_are_removed(tmp_path: Path) -> None:
     others = [".anna.b.0123abcd.tmp", ".anna.draft.tmp", ".anna.notes.old", ".anna.v1.old"]
     for name in (*others, ".anna.0123abcd.tmp"):

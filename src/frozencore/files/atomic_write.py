@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -123,12 +123,14 @@ def _put_in_place(new: Path, out: Path) -> None:
             part.rename(out / part.name)
         return
     old = new.with_suffix(".old")
-    out.rename(old)
-    with ExitStack() as undo:
-        undo.callback(old.rename, out)
+    try:
+        out.rename(old)
         new.rename(out)
-        undo.pop_all()
-    shutil.rmtree(old)
+    finally:  # also if Ctrl-C comes before, between or after the two
+        if not out.exists():
+            old.rename(out)
+        elif old.exists():
+            shutil.rmtree(old)
 
 
 def check_output(out: Path, *, overwrite: bool | None, reads: Iterable[str | Path | None] = ()) -> None:
