@@ -18,6 +18,7 @@ from fixtures import printed, shown
 from frozencore import CoreBank, load_basis
 from frozencore.adapter.report import LayerReport
 from frozencore.cli.inspect import inspection_table, layer_table
+from frozencore.errors import ArtifactError
 from frozencore.text import natural_sort_key
 from frozencore.tune.folder import locked
 from frozencore.tune.pocket import pocket_model_path
@@ -209,6 +210,20 @@ def test_two_calibrations_do_not_write_into_one_folder(command: Command, tmp_pat
     assert (status, error.count("\n")) == (2, 1)
     assert "another process is running in" in error
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), ArtifactError("basis cannot be written: No space left.")])
+def test_a_calibration_that_is_stopped_between_its_two_folders_leaves_none(
+    stop: BaseException, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        assert (tmp_path / "out" / "adapter").is_dir()
+        raise stop
+
+    monkeypatch.setattr("frozencore.tune.calibrate_only.save_basis", stopped)
+    few = (*FEW, "--num-train", 4, "--rank", 2, "--calibration-size", 4, "--targets", "q_proj")
+    assert command("calibrate", *few, "--out", tmp_path / "out")[0]
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("flag", ["--bits=4", "--select-by=accuracy", "--max-new-tokens=9"])

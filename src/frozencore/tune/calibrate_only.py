@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -62,9 +63,14 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
         calibration = calibrate(model, batches, options=config.method.calibration, progress=progress)
 
         def save() -> None:
-            save_adapter(config.method.entry, model, out / ADAPTER, out)
             read = calibrated_on(config.method, config.rows, inputs.rows, CalibrationSummary.of(calibration))
-            save_basis(model, out / BASIS, calibrated_on=read)
+            try:
+                save_adapter(config.method.entry, model, out / ADAPTER, out)
+                save_basis(model, out / BASIS, calibrated_on=read)
+            except BaseException:  # one of the two alone would be in the way of the same command
+                for name in (ADAPTER, BASIS):
+                    shutil.rmtree(out / name, ignore_errors=True)
+                raise
 
         broadcast_from_rank0(save)
     return calibration
