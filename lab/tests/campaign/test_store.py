@@ -28,9 +28,11 @@ def finish(store: Store, run_id: str = RUN) -> Path:
 
 
 def test_what_a_killed_process_had_half_written_is_gone_from_the_finished_run(tmp_path: Path) -> None:
-    """Files and folders alike: an adapter is saved as a folder."""
+    """Files and folders alike, as an adapter is; and the work of a run that was killed while it removed it."""
     store = Store(tmp_path)
     with store.running(RUN) as folder:
+        (folder / "checkpoints").mkdir()
+        (folder / "inputs.json").write_text("{}")
         (folder / ".result.json.0123abcd.tmp").write_text("{")
         (folder / ".adapter.0123abcd.tmp").mkdir()
         (folder / ".adapter.0123abcd.tmp" / "adapter_config.json").write_text("{")

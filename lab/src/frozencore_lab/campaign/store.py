@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from frozencore.errors import ArtifactError
 from frozencore.files.atomic_write import remove_left, require_writable, write_json, write_lines, write_text
-from frozencore.tune.folder import RECORD
+from frozencore.tune.folder import RECORD, remove_work
 from frozencore.tune.record import Failure, RunRecord, read_failure, read_record
 from frozencore_lab.campaign.plan import Ended
 from frozencore_lab.campaign.spec import Campaign, read_campaign
@@ -97,9 +97,10 @@ class Store:
                 yield None
                 return
             aside.mkdir(parents=True, exist_ok=True)
-            # A result exists if its process was killed just before renaming.
+            # A result exists if its process was killed while it removed its work, or just before renaming.
             yield None if (aside / RECORD).exists() else aside
             if (aside / RECORD).exists():
+                remove_work(aside)
                 remove_left(aside)
                 aside.replace(folder)
                 shutil.rmtree(self.failed / run_id, ignore_errors=True)
