@@ -199,7 +199,7 @@ def _end_early(status: int, end: BaseException) -> NoReturn:
     if NOTHING_KEPT in notes:
         ways_on = dict.fromkeys(ways_on, Verb.when_ended_early)
     notes += [ways_on[word] for word in sys.argv[1:] if word in ways_on][:1]
-    _say_and_exit(status, "; ".join(notes))
+    _say_and_exit(status, "; ".join(note.removesuffix(".") for note in notes))
 
 
 def _say_and_exit(status: int, line: str) -> NoReturn:
