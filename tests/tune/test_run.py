@@ -129,7 +129,8 @@ def test_the_record_holds_what_is_needed_to_trust_it(whole: tuple[TunedRecord, P
     assert 1e-4 < record.resolved.recipe["learning_rate"] < 1e-1  # measured on the rows
     assert record.resolved.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
     assert (record.resolved.prompt_style, record.resolved.dtype) == ("plain", "float32")
-    assert {"model", "config", "train", "calibration", "evaluation", "choices", "basis"} == record.hashes.content().keys()
+    hashed = {"model", "config", "train", "calibration", "evaluation", "choices", "basis"}
+    assert hashed == record.hashes.content().keys()
     assert record.training.num_steps == len(record.training.losses) == 3
     assert record.calibration.smallest_effective_rank == 4
     assert len(record.alignment.layers.J) == record.calibration.num_layers == 16
