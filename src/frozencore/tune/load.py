@@ -327,7 +327,7 @@ def _require_known(tokenizer: Any, rows: Iterable[TokenRow]) -> None:
 def require_embedded(model: Any, tokenizer: Any, rows: Iterable[TokenRow]) -> None:
     """Raise a ``ModelError`` for a token that the model has no embedding of."""
     size = model.get_input_embeddings().weight.shape[0]
-    largest = max((token for row in rows for ids in row.token_lists for token in ids), default=0)
+    largest = max((max(ids, default=0) for row in rows for ids in row.token_lists), default=0)
     if largest >= size:
         token = tokenizer.convert_ids_to_tokens(largest)
         raise ModelError(

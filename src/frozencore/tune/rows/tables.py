@@ -83,20 +83,25 @@ def rows_of_arrow(table: Any) -> Iterable[RawRow]:
     JSON keeps its nulls.
     """
     require_once(table.column_names, "column")
-    kinds = {column.name: column.type for column in table.schema}
-    for row in table.to_pylist(maps_as_pydicts="strict"):
-        yield {name: _without_fillers(value, kinds[name]) for name, value in row.items()}
+    read = {column.name: _reader_of(column.type) for column in table.schema}
+    rows = table.to_pylist(maps_as_pydicts="strict")
+    return ({name: None if value is None else read[name](value) for name, value in row.items()} for row in rows)
 
 
-def _without_fillers(value: Any, kind: Any) -> Any:
-    if isinstance(kind, pyarrow.JsonType) and isinstance(value, str):
-        return json.loads(value)
-    if isinstance(value, dict):
-        kinds = {field.name: field.type for field in kind} if isinstance(kind, pyarrow.StructType) else {}
-        return {key: _without_fillers(item, kinds.get(key)) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_fillers(item, getattr(kind, "value_type", None)) for item in value]
-    return value
+def _reader_of(kind: Any) -> Callable[[Any], Any]:
+    """A function of the values of an Arrow type that reads JSON, and leaves out the keys of objects that are null."""
+    if isinstance(kind, pyarrow.JsonType):
+        return json.loads
+    if isinstance(kind, pyarrow.StructType):
+        parts = {field.name: _reader_of(field.type) for field in kind}
+        return lambda value: {key: parts[key](item) for key, item in value.items() if item is not None}
+    if isinstance(kind, pyarrow.MapType):
+        of_item = _reader_of(kind.item_type)
+        return lambda value: {key: of_item(item) for key, item in value.items() if item is not None}
+    if pyarrow.types.is_nested(kind) and hasattr(kind, "value_type"):
+        of_value = _reader_of(kind.value_type)
+        return lambda value: [None if item is None else of_value(item) for item in value]
+    return lambda value: value
 
 
 READERS: dict[str, Callable[[IO[bytes]], Iterable[RawRow]]] = {
