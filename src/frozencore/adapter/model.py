@@ -184,14 +184,15 @@ class FrozenCoreModel(BaseTuner):
         config = adapter.config
         has_own = config.basis is None and not config.needs_calibration  # others may have got a basis since
         names = dict.fromkeys([*sources, *([] if has_own else self.peft_config)])
-        fitting = [name for name in names if name != adapter.name and self._fits(adapter, name)]
-        if not fitting:
-            return None
-        first, P = fitting[0], next(iter(adapter.layers.values())).frozencore_P  # layers get their bases together
-        apart = [name for name in fitting if P[name] is not P[first]]
-        if apart and first not in sources:
+        others = (name for name in names if name != adapter.name)
+        first = next((name for name in others if self._fits(adapter, name)), None)
+        if first is None or first in sources:
+            return first
+        P = next(iter(adapter.layers.values())).frozencore_P  # layers get their bases together
+        apart = (name for name in others if name in P and P[name] is not P[first])
+        if (second := next((name for name in apart if self._fits(adapter, name)), None)) is not None:
             warnings.warn(
-                f"Adapters of equal options share a basis, but {first!r} and {apart[0]!r} have different ones: "
+                f"Adapters of equal options share a basis, but {first!r} and {second!r} have different ones: "
                 f"{adapter.name!r} got that of {first!r}. Call frozencore.set_basis for another.",
                 stacklevel=2,
             )

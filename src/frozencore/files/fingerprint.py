@@ -13,6 +13,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from frozencore.options import fingerprint_options
+
 _NOT_OF_A_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
 
@@ -45,11 +47,14 @@ def fingerprint_model(model: torch.nn.Module) -> str:
     return fingerprint_tensors(sorted(base_tensors(model)))
 
 
-def fingerprint_config(model: torch.nn.Module) -> str:
-    """SHA-256 of a model's configuration; where it is from, its dtype, and what wrote it do not count."""
+def fingerprints_of(model: torch.nn.Module) -> dict[str, str]:
+    """The hash of a model's weights, and of its configuration.
+
+    Where the configuration is from, its dtype, and what wrote it do not count.
+    """
     config = json.loads(base_of(model).config.to_json_string())
     content = {name: value for name, value in config.items() if name not in _NOT_OF_A_MODEL}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return {"model": fingerprint_model(model), "config": fingerprint_options(content)}
 
 
 def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

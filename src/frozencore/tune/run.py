@@ -20,7 +20,7 @@ from frozencore.adapter.swap import get_core, round_core, swap_core
 from frozencore.distributed import broadcast_from_rank0, num_ranks, own_rank, raise_on_any_rank
 from frozencore.errors import DivergenceError, ModelError
 from frozencore.files.atomic_write import write_json, write_lines, write_text
-from frozencore.files.fingerprint import fingerprint_config, fingerprint_model, fingerprint_tensors
+from frozencore.files.fingerprint import fingerprint_tensors, fingerprints_of
 from frozencore.options import fingerprint_options
 from frozencore.text import Progress, as_stage
 from frozencore.tune.adapt import (
@@ -162,8 +162,7 @@ def execute(
 def _hashes(inputs: Inputs, start: Core | None, progress: Progress) -> dict[str, str]:
     """SHA-256 of the base model, its configuration, the sets of rows, and the core that training starts from."""
     progress("hash", 0, 1)
-    model = {"model": fingerprint_model(inputs.model), "config": fingerprint_config(inputs.model)}
-    hashes = {**model, **inputs.rows.fingerprints}
+    hashes = {**fingerprints_of(inputs.model), **inputs.rows.fingerprints}
     if start is not None:
         hashes["start"] = fingerprint_tensors(start.tensors.items())
     progress("hash", 1, 1)

@@ -84,7 +84,7 @@ def standing_record(folder: Path, config: RunConfig, hashes: Mapping[str, str]) 
 
     Args:
         config: The tenant's configuration.
-        hashes: Those of this run: the base model's, and of the training and evaluation rows.
+        hashes: Those of this run: of the base model, its configuration, and the training and evaluation rows.
 
     Raises:
         ArtifactError: The record is damaged, has no adapter, or is that of a run with other rows, another base model or

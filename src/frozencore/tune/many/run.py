@@ -25,7 +25,7 @@ from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.adapter_folder import MANIFEST_FILE, RUN_FILE, UNFINISHED_FOLDER
 from frozencore.files.atomic_write import atomic_folder, remove_left, write_json, write_text
-from frozencore.files.fingerprint import fingerprint_config, fingerprint_model, fingerprint_tensors
+from frozencore.files.fingerprint import fingerprint_tensors, fingerprints_of
 from frozencore.text import Progress, as_stage, num_of, one_line
 from frozencore.tune.adapt import Adapted, adapt, starting_core, undone_by_rounding, with_rate
 from frozencore.tune.adapters import save_adapter
@@ -103,8 +103,7 @@ def execute_many(
         for name, one in tenant_rows.items():
             with naming_tenant(repr(name)):
                 tenants[name] = tenant_of(one, inputs.model)  # raises errors before anything is written
-        targets = resolve_targets(config.method, inputs.model)
-        hashes = {"model": fingerprint_model(inputs.model), "config": fingerprint_config(inputs.model)}
+        targets, hashes = resolve_targets(config.method, inputs.model), fingerprints_of(inputs.model)
         if start is not None:
             hashes["start"] = fingerprint_tensors(start.tensors.items())
         standing = {
@@ -225,7 +224,8 @@ class Finisher:
         inputs: Their rows are those of the calibration.
         template: The run's adapter.
         folder: The folder of all tenants.
-        hashes: SHA-256 of the base model and of the core that the tenants start from; the id of their basis.
+        hashes: SHA-256 of the base model, its configuration and the core that the tenants start from; the id of their
+            basis.
         rows_of: The rows and the recipe of each tenant.
         before: Held-out loss of the base model on each tenant's rows.
         started: ``time.perf_counter()`` when the run began.

@@ -322,11 +322,14 @@ class Conversation:
     def _other_prompt(self, number: int, whole: str) -> list[str]:
         """A note if the text goes on otherwise than the prompt with which a chat asks for a turn."""
         try:
-            prompt, before = self.prompt(number), self._write(number)[0]
+            prompt = self.prompt(number)
+            if whole.startswith(prompt):
+                return []
+            before, _ = self._write(number)
         except DataError:  # the template takes no conversation that ends here
             return []
         shared, asks = (len(shared_beginning([prompt, text])) for text in (whole, before))
-        if shared < asks or shared == len(prompt):  # a template may write a turn in another way once a turn follows
+        if shared < asks:  # a template may write a turn in another way once a turn follows
             return []
         return [
             f"{OTHER_PROMPT} {prompt[asks:]!r}, but the row goes on otherwise, so answers in a chat may be worse than "
