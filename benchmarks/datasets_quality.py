@@ -35,6 +35,9 @@ Set on 30 November, after 36 data sets: the difference of ``tuned`` from the sha
 newcomers, whose rows made no shared basis, and for the other data sets.
 
 Set on 30 November, after all other cuts of twelve LoRAs: each cut alone at 4 bits too, as cores have them.
+
+Set on 30 November, before the first run with Qwen2.5-Coder-0.5B (``--model``, ``datasets-half.jsonl``): ``tuned`` minus
+``measured`` on the eight data sets with the shortest rows. A search of rates would cost hours there; these need none.
 """
 
 from __future__ import annotations
