@@ -106,6 +106,10 @@ class Progress(Protocol):
     def __call__(self, stage: str, done: int, total: int | None, note: str = "", /) -> None: ...
 
 
+def no_progress(stage: str, done: int, total: int | None, note: str = "", /) -> None:
+    """Report to nobody."""
+
+
 def as_stage(progress: Progress, name: str) -> Progress:
     """Wrap a progress so that all reports appear as one stage of this name."""
     return lambda _, done, total, note="": progress(name, done, total, note)

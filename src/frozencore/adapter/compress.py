@@ -48,7 +48,7 @@ from frozencore.maths.compress import (
     singular_energies,
 )
 from frozencore.maths.quantise import default_bits
-from frozencore.text import Progress, num_of
+from frozencore.text import Progress, no_progress, num_of
 
 LEAVE_OUT = "Or leave it out: --skip-bad."
 SHOWN = 3  # names and reasons of an error
@@ -129,7 +129,7 @@ def compress_adapters(
     skip_bad: bool = False,
     bits: int | None = 32,
     ready: Callable[[Collection[str]], object] = lambda _: None,
-    progress: Progress = lambda *_: None,
+    progress: Progress = no_progress,
 ) -> CompressedAdapters:
     """Compress saved adapters of one base model into one basis and a core for each.
 

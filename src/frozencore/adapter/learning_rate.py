@@ -29,7 +29,7 @@ from frozencore.device import execution_device
 from frozencore.distributed import raise_on_any_rank, sum_over_ranks
 from frozencore.maths.basis import LayerBasis
 from frozencore.quiet import with_attributes
-from frozencore.text import Progress
+from frozencore.text import Progress, no_progress
 
 FISHER_STEP = 0.8
 """c: the longest step in the Fisher metric, chosen on the models and data sets of docs/learning-rate.md."""
@@ -46,7 +46,7 @@ def proposed_learning_rate(
     *,
     bases: Mapping[str, LayerBasis] | None = None,
     loss_fn: LossFn | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> float | None:
     """Propose the peak learning rate of an adapter's cores for AdamW.
 
@@ -87,8 +87,7 @@ def proposed_learning_rate(
             with raise_on_any_rank(), torch.no_grad():
                 for number, example in enumerate(examples, start=1):
                     total += float(_summed_loss(model, example, spec))
-                    if progress is not None:
-                        progress("try rate", number, len(examples), f"{rate:.1e}")
+                    progress("try rate", number, len(examples), f"{rate:.1e}")
             return float(sum_over_ranks(torch.tensor(total, dtype=torch.float64)))
 
         rate = FISHER_STEP / math.sqrt(mean_square(float(squares), gradient, num_batches, num_examples))
@@ -158,7 +157,7 @@ def summed_gradients(
     cores: Sequence[Tensor],
     batches: Sequence[Batch],
     spec: PassSpec,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> tuple[Tensor, Tensor]:
     """``Σ_b ‖S_b‖²/n_b`` and ``Σ_b S_b`` (all values of the cores), in float64 on the CPU.
 
@@ -173,8 +172,7 @@ def summed_gradients(
         gradient += S
         for core in cores:
             core.grad = None
-        if progress is not None:
-            progress("rate", number, len(batches))
+        progress("rate", number, len(batches))
     return squares, gradient
 
 

@@ -52,7 +52,7 @@ from frozencore.errors import CalibrationError, ConfigError
 from frozencore.files.fingerprint import base_of
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
-from frozencore.text import Progress
+from frozencore.text import Progress, no_progress
 
 
 def completion_loss(
@@ -200,7 +200,7 @@ def collect_moments(
     needs: frozenset[MomentName] = CAPTURE_NEEDS,
     options: CalibrationOptions | None = None,
     loss_fn: LossFn | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> dict[str, LayerMoments]:
     """Sum moments of the named layers over the calibration examples.
 
@@ -251,9 +251,9 @@ def collect_moments(
     return moments
 
 
-def share_of(progress: Progress | None, index: int, num_passes: int) -> Progress | None:
+def share_of(progress: Progress, index: int, num_passes: int) -> Progress:
     """The progress report of one pass, scaled to its share of all passes."""
-    if progress is None or num_passes == 1:
+    if num_passes == 1:
         return progress
 
     def report(stage: str, done: int, total: int | None, _: str = "") -> None:
@@ -263,7 +263,7 @@ def share_of(progress: Progress | None, index: int, num_passes: int) -> Progress
 
 
 def _run_pass(
-    model: nn.Module, batches: Iterable[Batch], spec: PassSpec, progress: Progress | None
+    model: nn.Module, batches: Iterable[Batch], spec: PassSpec, progress: Progress
 ) -> dict[str, LayerRecorder]:
     """Sum over all batches; :func:`frozencore.calibration.preserve.calibration_mode` must have prepared the model."""
     any_form = spec.loss_fn is not None
@@ -274,8 +274,7 @@ def _run_pass(
             _run_batch(model, batch, running)
             running.finish_batch(index)
             num_examples += num_examples_of(batch)
-            if progress:
-                progress("calibration", num_examples, total)
+            progress("calibration", num_examples, total)
         running.finite_batches.look()
         return running.recorders
 

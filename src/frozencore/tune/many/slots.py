@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.bank import CoreStack
-from frozencore.text import Progress
+from frozencore.text import Progress, no_progress
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.scoring.forward import nats_of_rows
 from frozencore.tune.training.callbacks import total_bytes
@@ -28,7 +28,7 @@ def held_out_losses(
     *,
     pad_id: int,
     with_cores: Callable[[list[int]], AbstractContextManager[None]] = lambda _: nullcontext(),
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> list[float]:
     """Nats per completion token of each set of rows, with sets mixed in batches; NaN for a set without such tokens.
 

@@ -24,7 +24,7 @@ from frozencore.device import run_unless_oom
 from frozencore.errors import TrainingError
 from frozencore.files.fingerprint import base_of
 from frozencore.maths.linalg import all_finite
-from frozencore.text import Progress
+from frozencore.text import Progress, no_progress
 from frozencore.tune.many.slots import TrainedSlots, held_out_losses
 from frozencore.tune.many.unfinished import Unfinished
 from frozencore.tune.record import StepScored, TrainedSteps
@@ -335,7 +335,7 @@ def train_many(
     *,
     pad_id: int,
     num_slots: int = SLOTS,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     begun: Mapping[str, Unfinished] = NOTHING_BEGUN,
     on_stop: Callable[[Mapping[str, Unfinished]], str] | None = None,
 ) -> None:
@@ -376,8 +376,7 @@ def train_many(
             ended = active.step()
             for first in range(0, len(ended), SLOTS):
                 on_end({state.name: _trained(slots, state, kept) for state, kept in ended[first : first + SLOTS]})
-            if progress is not None:
-                progress("train", *active.progress)
+            progress("train", *active.progress)
     if stop.saved is not None:  # the signal's own handler did not end the program
         raise TrainingError(f"The training was told to stop; {stop.saved}. Go on with `tune-many --resume`.")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from frozencore.distributed import assign_owners
 from frozencore.errors import ConfigError, FrozenCoreError
-from frozencore.text import Progress, num_of
+from frozencore.text import Progress, no_progress, num_of
 from frozencore.tune.adapt import on_named_basis
 from frozencore.tune.config import RunConfig
 from frozencore.tune.load import Base, Inputs, load, prepare, require_embedded
@@ -91,7 +91,7 @@ def read_tenants(
         config_here = config.replaced(data=str(file))
         own_rows = config_here.replaced(calibration_data=None).rows
         with naming_tenant(f"{name!r}, {file}"):
-            inputs = prepare(config.model, own_rows, config.scoring, lambda *_: None, base)
+            inputs = prepare(config.model, own_rows, config.scoring, no_progress, base)
         tenants[name] = TenantRows(config_here, inputs.rows)
         progress("load", number, len(files), f"{name}: {inputs.rows.in_words}")
     every, size = [one.rows for one in tenants.values()], config.rows.calibration_size

@@ -15,7 +15,7 @@ from frozencore.calibration.batches import IGNORED, Batch
 from frozencore.calibration.calibration_options import BATCH_SIZE
 from frozencore.device import run_unless_oom
 from frozencore.errors import ModelError
-from frozencore.text import Progress
+from frozencore.text import Progress, no_progress
 from frozencore.tune.rows import TokenRow
 
 LOGITS_BUDGET = 2**26  # values held at once: 256 MiB of float32
@@ -69,7 +69,7 @@ def score_in_groups(
     sizes: Sequence[tuple[int, int]],
     device: torch.device,
     *,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> None:
     """Call ``score`` with the indices of all rows, in groups; a group that ran out of memory is split and repeated.
 
@@ -96,9 +96,8 @@ def score_in_groups(
                 shrink *= 2
                 break
             done.update(rows)
-            if progress is not None:
-                note = "" if shrink == 1 else f"out of memory: 1/{shrink} of the batch"
-                progress("score", len(sizes) - len(pending) + len(done), len(sizes), note)
+            note = "" if shrink == 1 else f"out of memory: 1/{shrink} of the batch"
+            progress("score", len(sizes) - len(pending) + len(done), len(sizes), note)
         pending = [i for i in pending if i not in done]
 
 

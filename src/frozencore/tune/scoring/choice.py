@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from frozencore.errors import ModelError
 from frozencore.files.fingerprint import base_of
-from frozencore.text import Progress
+from frozencore.text import Progress, no_progress
 from frozencore.tune.rows import ChoiceTokens, TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, pad, score_in_groups
 from frozencore.tune.scoring.forward import (
@@ -37,7 +37,7 @@ def predict_choices(
     *,
     pad_id: int,
     length_normalised: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> list[Prediction]:
     """Predict the likeliest choice of every row, in order; the first of equally likely ones.
 
@@ -57,7 +57,7 @@ def predict_choices(
 
 
 def choice_logprobs(
-    model: nn.Module, rows: Sequence[ChoiceTokens], *, pad_id: int, progress: Progress | None = None
+    model: nn.Module, rows: Sequence[ChoiceTokens], *, pad_id: int, progress: Progress = no_progress
 ) -> list[list[float]]:
     """Summed log-probabilities, in nats, of the tokens of every choice, in the rows' order."""
     share_prefix = can_share_prefix(model)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 from frozencore.errors import DataError, ModelError
 from frozencore.files.fingerprint import base_of
 from frozencore.quiet import with_attributes
-from frozencore.text import Progress
+from frozencore.text import Progress, no_progress
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.rows.token_batches import pad, score_in_groups
@@ -38,7 +38,7 @@ def predict_numbers(
     rows: Sequence[TokenRow],
     *,
     max_new_tokens: int,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> tuple[list[Prediction], int]:
     """Generate the answer to each row, in order, and count the answers that reached the length limit.
 
@@ -72,7 +72,7 @@ def complete(
     rows: Sequence[TokenRow],
     *,
     max_new_tokens: int,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> tuple[list[Prediction], int]:
     """Complete each row, and count the completions that reached the length limit.
 
@@ -102,7 +102,7 @@ def generate_greedily(
     *,
     encoder: PromptEncoder,
     max_new_tokens: int,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> list[Generation]:
     """Generate greedily after each context, in batches of similar length.
 

@@ -18,7 +18,7 @@ from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.batches import IGNORED
 from frozencore.calibration.preserve import without_randomness
 from frozencore.files.fingerprint import base_of
-from frozencore.text import Progress
+from frozencore.text import Progress, no_progress
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
 
@@ -133,7 +133,7 @@ def nats_of_rows(
     *,
     pad_id: int,
     with_cores: Callable[[list[int]], AbstractContextManager[None]] = lambda _: nullcontext(),
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> list[float]:
     """The sum of nats over the completion tokens of each row, in the rows' order.
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from frozencore.errors import DataError, ModelError
-from frozencore.text import Progress, with_note
+from frozencore.text import Progress, no_progress, with_note
 from frozencore.tune.record import RowLosses, TaskScore
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
@@ -63,7 +63,7 @@ def score_rows(
     *,
     with_accuracy: bool = True,
     length_normalised: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Score:
     """Score a model on rows. The model is not changed.
 
@@ -78,8 +78,7 @@ def score_rows(
     start, answered = time.perf_counter(), None
     if with_accuracy and rows.scoring != "text":
         answered = _answers(model, encoder, rows, length_normalised=length_normalised, progress=progress)
-    noted = progress and with_note(progress, "loss")
-    losses = losses_of_rows(model, rows.tokens, pad_id=encoder.pad_id, progress=noted)
+    losses = losses_of_rows(model, rows.tokens, pad_id=encoder.pad_id, progress=with_note(progress, "loss"))
     if answered is None:
         return Score(losses.mean, row_losses=losses)
     predictions, counts = answered
@@ -99,12 +98,12 @@ def score_rows(
 
 
 def _answers(
-    model: nn.Module, encoder: PromptEncoder, rows: ScoredRows, *, length_normalised: bool, progress: Progress | None
+    model: nn.Module, encoder: PromptEncoder, rows: ScoredRows, *, length_normalised: bool, progress: Progress
 ) -> tuple[list[Prediction], dict[str, Any]]:
     """The predictions for rows with answers, and what is counted of them for :class:`TaskScore`."""
     tokens, limit, size = rows.tokens, rows.max_new_tokens, len(rows.tokens)
     if rows.scoring == "completion":
-        noted = progress and with_note(progress, "completions")
+        noted = with_note(progress, "completions")
         predictions, num_truncated = complete(model, encoder, tokens, max_new_tokens=limit, progress=noted)
         most = max(Counter(prediction.gold for prediction in predictions).values())
         return predictions, {"num_truncated": num_truncated, "majority_class": most / size if most > 1 else None}
@@ -127,14 +126,14 @@ def _answers(
 
 
 def held_out_loss(
-    model: nn.Module, rows: Sequence[TokenRow], *, pad_id: int, progress: Progress | None = None
+    model: nn.Module, rows: Sequence[TokenRow], *, pad_id: int, progress: Progress = no_progress
 ) -> float:
     """The mean negative log-probability over all completion tokens; errors as in :func:`losses_of_rows`."""
     return losses_of_rows(model, rows, pad_id=pad_id, progress=progress).mean
 
 
 def losses_of_rows(
-    model: nn.Module, rows: Sequence[TokenRow], *, pad_id: int, progress: Progress | None = None
+    model: nn.Module, rows: Sequence[TokenRow], *, pad_id: int, progress: Progress = no_progress
 ) -> RowLosses:
     """The negative log-probability of each row's completion tokens, including the end token, in the rows' order.
 

@@ -93,7 +93,7 @@ class LossMonitor(TrainerCallback):
         paused_s: Seconds of scoring validation rows so far, which are no part of a step.
     """
 
-    def __init__(self, progress: Progress | None, tokens_a_step: float = 0.0) -> None:
+    def __init__(self, progress: Progress, tokens_a_step: float = 0.0) -> None:
         self.progress = progress
         self.tokens_a_step = tokens_a_step
         self.paused_s = 0.0
@@ -111,16 +111,15 @@ class LossMonitor(TrainerCallback):
             raise DivergenceError(
                 divergence(state.global_step, state.max_steps, loss, gradient_norm, args.learning_rate)
             )
-        if self.progress is not None:
-            ends, speed = self.step_ends[-SPEED_STEPS:], ""
-            if len(ends) > 1 and ends[-1] > ends[0]:  # the first step's start is unknown
-                speed = f", {self.tokens_a_step * (len(ends) - 1) / (ends[-1] - ends[0]):,.0f} tokens/s"
-            self._reported = state.global_step, state.max_steps
-            self.progress("train", *self._reported, f"loss {loss:.3f}, rate {logs['learning_rate']:.1e}{speed}")
+        ends, speed = self.step_ends[-SPEED_STEPS:], ""
+        if len(ends) > 1 and ends[-1] > ends[0]:  # the first step's start is unknown
+            speed = f", {self.tokens_a_step * (len(ends) - 1) / (ends[-1] - ends[0]):,.0f} tokens/s"
+        self._reported = state.global_step, state.max_steps
+        self.progress("train", *self._reported, f"loss {loss:.3f}, rate {logs['learning_rate']:.1e}{speed}")
 
     def say_it_stops(self) -> None:
         """Confirm a request to stop while a step is running."""
-        if self.progress is not None and self._reported is not None:
+        if self._reported is not None:
             with suppress(RuntimeError):  # the interrupted code may be writing to the same screen
                 self.progress("train", *self._reported, "stops after this step; Ctrl-C again ends it at once")
 

@@ -24,7 +24,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 from frozencore.calibration.preserve import own_random_state, without_randomness
 from frozencore.distributed import broadcast_from_rank0, num_ranks, wait_for_all
 from frozencore.errors import ConfigError, TrainingError
-from frozencore.text import Progress
+from frozencore.text import Progress, no_progress
 from frozencore.tune.record import SelectedCheckpoint, TrainedSteps
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
@@ -86,7 +86,7 @@ def train(
     resume: bool = False,
     selection: Selection | None = None,
     report_to: Sequence[str] = (),
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> TrainingReport:
     """Train the trainable parameters of a model in place, on its device.
 
