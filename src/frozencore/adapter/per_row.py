@@ -22,8 +22,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
@@ -37,6 +35,7 @@ from frozencore.calibration.axes import (
     small_tokens,
 )
 from frozencore.errors import ConfigError
+from frozencore.files.fingerprint import base_of
 from frozencore.quiet import with_attributes
 
 BASE_ROW = "__base__"  # PEFT's name for "no adapter"
@@ -158,22 +157,15 @@ def other_modules(model: nn.Module, layers: Mapping[str, FrozenCoreLinear]) -> l
 
 def repetitions(model: nn.Module, num_beams: int) -> Callable[[nn.Module], int]:
     """How often a module sees each row: once in an encoder, which runs before beams repeat the rows."""
-    base: Any = base_model_of(model)
+    base = base_of(model)
     has_encoder = num_beams > 1 and is_encoder_decoder(base)
     in_encoder = {id(module) for module in base.get_encoder().modules()} if has_encoder else set()
     return lambda module: 1 if id(module) in in_encoder else num_beams
 
 
-def base_model_of(model: Any) -> nn.Module:
-    """The user's model below PEFT's wrappers."""
-    if isinstance(model, PeftModel):
-        model = model.base_model
-    return model.model if isinstance(model, BaseTuner) else model
-
-
 def lock_of(model: nn.Module) -> threading.RLock:
     """The lock of a model: only one thread runs a mixed batch on it."""
-    return _LOCKS.setdefault(base_model_of(model), threading.RLock())
+    return _LOCKS.setdefault(base_of(model), threading.RLock())
 
 
 @contextmanager
@@ -197,7 +189,7 @@ def mixed_batch(
                     "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
                 )
         if any(getattr(module, "has_batch_axis", None) is None for module in (*rows, *wrappers)):
-            _find_batch_axes(base_model_of(model), undo)
+            _find_batch_axes(base_of(model), undo)
         for layer, cores in rows.items():
             undo.enter_context(with_attributes(layer, per_row=cores))
         undo.enter_context(guard_recompute(model))

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -74,7 +74,9 @@ def base_names(model: torch.nn.Module) -> list[str]:
 
 
 def base_of(model: Any) -> Any:
-    """The model inside a PEFT model (its layers have the adapters), or the model itself."""
+    """The model inside a PEFT model or its tuner (its layers have the adapters), or the model itself."""
+    if isinstance(model, BaseTuner):
+        return model.model
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
