@@ -24,6 +24,7 @@ from frozencore.device import run_unless_oom
 from frozencore.errors import TrainingError
 from frozencore.files.fingerprint import base_of
 from frozencore.maths.linalg import all_finite
+from frozencore.quiet import with_attributes
 from frozencore.text import Progress, no_progress
 from frozencore.tune.many.slots import TrainedSlots, held_out_losses
 from frozencore.tune.many.unfinished import Unfinished
@@ -42,7 +43,7 @@ from frozencore.tune.training.callbacks import (
 from frozencore.tune.training.checkpoints import Stop, defer_stop
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport
-from frozencore.tune.training.trainer import group_by_length, overhead_tokens_of, own_use_cache
+from frozencore.tune.training.trainer import group_by_length, overhead_tokens_of
 
 
 @dataclass(frozen=True)
@@ -365,8 +366,7 @@ def train_many(
         stop = restored.enter_context(defer_stop()) if on_stop else Stop()
         restored.enter_context(own_random_state())
         restored.enter_context(without_randomness(model))
-        restored.enter_context(own_use_cache(model))
-        base_of(model).config.use_cache = False
+        restored.enter_context(with_attributes(base_of(model).config, use_cache=False))
         restored.callback(model.eval)
         model.train()
         while active.fill():

@@ -12,10 +12,10 @@ import torch
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
 
 from frozencore.adapter.layer import FrozenCoreLinear
-from frozencore.calibration.batches import IGNORED
+from frozencore.calibration.batches import IGNORED, predicted
 from frozencore.calibration.preserve import without_randomness
 from frozencore.files.fingerprint import base_of
 from frozencore.text import Progress, no_progress
@@ -89,7 +89,7 @@ def row_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     inputs = {"input_ids": batch["input_ids"]}
     if not _is_causal(model):
         inputs["attention_mask"] = batch["attention_mask"]
-    targets = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    targets = predicted(batch["labels"])
     wanted = targets != IGNORED
     with _logits_at(model, wanted) as narrowed:
         logits = model(**inputs).logits

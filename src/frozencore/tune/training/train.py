@@ -24,6 +24,8 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 from frozencore.calibration.preserve import own_random_state, without_randomness
 from frozencore.distributed import broadcast_from_rank0, num_ranks, wait_for_all
 from frozencore.errors import ConfigError, TrainingError
+from frozencore.files.fingerprint import base_of
+from frozencore.quiet import with_attributes
 from frozencore.text import Progress, no_progress
 from frozencore.tune.record import SelectedCheckpoint, TrainedSteps
 from frozencore.tune.rows import TokenRow
@@ -45,7 +47,6 @@ from frozencore.tune.training.trainer import (
     GroupingCollator,
     RowCollator,
     adapters_known,
-    own_use_cache,
     row_without_loss,
 )
 
@@ -122,7 +123,7 @@ def train(
         stop = restored.enter_context(defer_stop(monitor.say_it_stops)) if checkpoint_dir else Stop()
         restored.enter_context(own_random_state())
         restored.enter_context(without_randomness(model))
-        restored.enter_context(own_use_cache(model))
+        restored.enter_context(with_attributes(base_of(model).config, use_cache=False))
         aside = restored.enter_context(TemporaryDirectory())
         folder = checkpoint_dir or Path(broadcast_from_rank0(lambda: aside))  # one folder for all processes
         callbacks: list[TrainerCallback] = [

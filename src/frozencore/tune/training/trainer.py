@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler
 from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from frozencore.adapter.card import begin_model_card
-from frozencore.calibration.batches import IGNORED
+from frozencore.calibration.batches import IGNORED, predicted
 from frozencore.calibration.preserve import own_random_state
 from frozencore.distributed import num_ranks
 from frozencore.errors import DivergenceError, ModelError
@@ -183,7 +182,7 @@ class CompletionTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        targets = pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
+        targets = predicted(inputs["labels"])
         if self._can_skip_logits:
             kept = (targets != IGNORED).any(0).nonzero().squeeze(-1)
             inputs, targets = inputs | {"logits_to_keep": kept}, targets[:, kept]
@@ -231,12 +230,6 @@ def loss_of_targets(output: Any, targets: Tensor, num_items_in_batch: Tensor | i
     """The loss of the token that each position predicts, for models too whose own loss does not shift the labels."""
     logits = output.logits
     return ForCausalLMLoss(logits, None, logits.shape[-1], num_items_in_batch, shift_labels=targets)
-
-
-def own_use_cache(model: nn.Module) -> AbstractContextManager[None]:
-    """Restore ``config.use_cache`` afterwards, which the Trainer turns off."""
-    config = base_of(model).config
-    return with_attributes(config, use_cache=getattr(config, "use_cache", True))
 
 
 def adapters_known(model: nn.Module) -> AbstractContextManager[None]:
