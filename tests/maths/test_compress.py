@@ -53,9 +53,12 @@ def kept_by(basis: LayerBasis, updates: list[Update]) -> float:
 
 @pytest.mark.parametrize("ranks", [[3, 3, 3, 3], [1, 2, 6, 4, 1]])
 @pytest.mark.parametrize("rank", [1, 3, 5])
-def test_the_basis_and_the_cores_are_those_of_a_dense_tucker_decomposition(ranks: list[int], rank: int) -> None:
+def test_the_basis_and_the_cores_are_those_of_a_dense_tucker_decomposition(
+    ranks: list[int], rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(maths.compress, "TOLERANCE", 0.0)
     updates = drawn(ranks)
-    found = compress(updates, rank, tolerance=0.0)
+    found = compress(updates, rank)
     P, objective = dense_tucker(updates, rank)
     assert kept_by(found, updates) == pytest.approx(objective, rel=1e-6)
     torch.testing.assert_close(found.P @ found.P.mT, P @ P.mT, atol=1e-2, rtol=0)
@@ -65,11 +68,13 @@ def test_the_basis_and_the_cores_are_those_of_a_dense_tucker_decomposition(ranks
 
 @pytest.mark.parametrize("exact_width", [512, 0])
 def test_no_sweep_loses_and_the_factors_are_orthonormal(exact_width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maths.compress, "EXACT_WIDTH", exact_width)
+    monkeypatch.setattr(maths.compress, "TOLERANCE", 0.0)
     for seed in range(5):
         updates, objectives = drawn([4, 2, 5, 3], seed), []
         for sweeps in range(4):
             monkeypatch.setattr(maths.compress, "MOST_SWEEPS", sweeps)
-            found = compress(updates, 3, exact_width=exact_width, tolerance=0.0)
+            found = compress(updates, 3)
             objectives.append(kept_by(found, updates))
         assert all(after >= before - 1e-12 for before, after in pairwise(objectives))
         assert objectives[-1] > objectives[0]
@@ -77,9 +82,12 @@ def test_no_sweep_loses_and_the_factors_are_orthonormal(exact_width: int, monkey
             torch.testing.assert_close(X.mT @ X, torch.eye(3, dtype=X.dtype))
 
 
-def test_power_steps_reach_what_exact_steps_reach() -> None:
+def test_power_steps_reach_what_exact_steps_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maths.compress, "TOLERANCE", 1e-9)
     updates = drawn([4, 2, 5, 3])
-    exact, powers = (compress(updates, 4, exact_width=width, tolerance=1e-9) for width in (512, 0))
+    exact = compress(updates, 4)
+    monkeypatch.setattr(maths.compress, "EXACT_WIDTH", 0)
+    powers = compress(updates, 4)
     assert kept_by(powers, updates) == pytest.approx(kept_by(exact, updates), rel=1e-3)
 
 

@@ -28,28 +28,20 @@ Update = tuple["torch.Tensor", "torch.Tensor"]
 EXACT_WIDTH = 512
 """Up to this width each side gets its leading singular vectors; above it one power step, which is much faster."""
 TOLERANCE, MOST_SWEEPS = 1e-5, 50
+"""Sweeps end when one improves the objective by less than this share, or after so many."""
 SPAN_TOLERANCE = 1e-6
 """A direction is unused if all cores together have less than this share of their largest singular value there."""
 MOST_ADAPTERS, AS_MUCH = 2**20, 1e-4
 SEED = 0  # of the rotations, and of directions that fill up the side of the smaller span
 
 
-def compress(
-    updates: Sequence[Update],
-    rank: int,
-    *,
-    counted: Sequence[bool] | None = None,
-    exact_width: int = EXACT_WIDTH,
-    tolerance: float = TOLERANCE,
-) -> LayerBasis:
+def compress(updates: Sequence[Update], rank: int, *, counted: Sequence[bool] | None = None) -> LayerBasis:
     """Find the basis that keeps the most of all updates, each divided by its norm.
 
     Args:
         updates: B_t and A_t of each update, in one float dtype; the k_t may differ.
         rank: The largest r, at most ``min(m, n)``.
         counted: The updates that the basis is chosen for; by default all.
-        exact_width: Width up to which each step is exact.
-        tolerance: Stop when a sweep improves the objective by less than this share.
 
     Returns:
         Orthonormal P and Q; r is smaller than the given rank if the updates span less, and 0 if all are zero.
@@ -65,7 +57,7 @@ def compress(
     scaled = [(B / e**0.5, A) for (B, A), counts in chosen if counts and (e := energy(B, A)) > 0]
     if not scaled:
         return known_basis(updates[0][0].new_zeros(m, 0), updates[0][0].new_zeros(n, 0))
-    P, Q = _used(*_alternate(scaled, rank, exact_width, tolerance), scaled)
+    P, Q = _used(*_alternate(scaled, rank), scaled)
     rank = max(P.shape[1], Q.shape[1])
     P = complete_orthonormal(P, rank, seeded_generator(SEED, "compress", "P"))  # a core is square
     Q = complete_orthonormal(Q, rank, seeded_generator(SEED, "compress", "Q"))
@@ -156,9 +148,7 @@ def _used(P: torch.Tensor, Q: torch.Tensor, updates: Sequence[Update]) -> list[t
     return used_factors
 
 
-def _alternate(
-    updates: Sequence[Update], rank: int, exact_width: int, tolerance: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _alternate(updates: Sequence[Update], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """P and Q; they have fewer than ``rank`` columns if the updates span fewer."""
     sizes = [A.shape[0] for _, A in updates]
     B, A = torch.cat([B for B, _ in updates], dim=1), torch.cat([A.mT for _, A in updates], dim=1)
@@ -171,12 +161,12 @@ def _alternate(
     A_Q = A.mT @ Q
     objective = _objective(B_P, A_Q, sizes)
     for _ in range(MOST_SWEEPS):
-        P = _improved(B, B_P, A_Q, sizes, exact_width)
+        P = _improved(B, B_P, A_Q, sizes)
         B_P = B.mT @ P
-        Q = _improved(A, A_Q, B_P, sizes, exact_width)
+        Q = _improved(A, A_Q, B_P, sizes)
         A_Q = A.mT @ Q
         before, objective = objective, _objective(B_P, A_Q, sizes)
-        if objective - before <= tolerance * objective:
+        if objective - before <= TOLERANCE * objective:
             break
     return P, Q
 
@@ -196,15 +186,13 @@ def _root(X: Float[torch.Tensor, "d k"]) -> Float[torch.Tensor, "k k"]:
     return (vectors * values.clamp_min(0).sqrt()).to(X.dtype)
 
 
-def _improved(
-    F: torch.Tensor, F_X: torch.Tensor, Z: torch.Tensor, sizes: Sequence[int], exact_width: int
-) -> torch.Tensor:
+def _improved(F: torch.Tensor, F_X: torch.Tensor, Z: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """An orthonormal basis for which ``‖XᵀM‖`` is not smaller, M = [F_t Z_t]: the best one, or a power step from X.
 
     The step is ``M (MᵀX) = Σ_t F_t Z_t Z_tᵀ (F_tᵀX)``: a product with F, without M.
     """
     rank = Z.shape[1]
-    if min(len(F), sum(min(size, rank) for size in sizes)) <= exact_width:
+    if min(len(F), sum(min(size, rank) for size in sizes)) <= EXACT_WIDTH:
         return truncated_svd(_images(F, Z, sizes), rank, method="gram").U
     seen = torch.cat([one @ (one.mT @ X) for one, X in zip(Z.split(sizes), F_X.split(sizes), strict=True)])
     return thin_qr(F @ seen)[0]
