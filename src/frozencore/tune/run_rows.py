@@ -229,6 +229,7 @@ class UserData:
         unused["beyond --num-train"] = len(train[config.num_train :]) if config.num_train else 0
         train, scored = train[: config.num_train], validation if is_trial else evaluation
         chosen_on = validation if chooses and scoring.select_by == "accuracy" else []
+        answers = (len(row.input_ids) - row.prompt_end for row in (*scored, *chosen_on))
         return GivenRows(
             USER_ROWS,
             self.scoring(scored, scoring.exact_match, chosen_on),
@@ -238,7 +239,7 @@ class UserData:
             "10% of train" if validation else "none",
             sum(file.left_out[TOO_LONG] for file in self.every),
             self.reading(unused, (*train, *scored)),
-            max_new_tokens=scoring.max_new_tokens or max(SHORT + 1, *map(_num_answer, (*scored, *chosen_on))),
+            max_new_tokens=scoring.max_new_tokens or max(SHORT + 1, *answers),
             unseen=evaluation,
         )
 
@@ -274,11 +275,6 @@ class UserData:
             joined=sum(bool(row.overlap) for row in used) or None,
             **further,
         )
-
-
-def _num_answer(row: TokenRow) -> int:
-    """The tokens of a row's answer, its end token included; a row without a prompt is continued from its half."""
-    return len(row.input_ids) - (row.answer_start or len(row.input_ids) // 2)
 
 
 OTHER_ROWS = 32

@@ -50,7 +50,7 @@ def samples_of(inputs: Inputs, before: Sequence[Prediction], after: Sequence[Pre
     tokenizer, samples = inputs.encoder.tokenizer, []
     rows = sample_rows(inputs.rows.held_out, len(after))
     for row, was, now in zip(rows, before, after, strict=True):
-        prompt = row.input_ids[: row.answer_start or max(1, len(row.input_ids) // 2)]
+        prompt = row.input_ids[: row.prompt_end]
         answers = {"wanted": now.gold, "before": was.text, "after": now.text}
         sample = {"id": row.id, "prompt": tokenizer.decode(prompt) + row.overlap, **answers}
         ends = [i for i, token in enumerate(prompt) if token in inputs.encoder.end_ids]

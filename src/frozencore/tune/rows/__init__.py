@@ -123,6 +123,11 @@ class TokenRow:
         return self.loss_spans[-self.num_answer_spans][0]
 
     @property
+    def prompt_end(self) -> int:
+        """The number of tokens before what is generated: up to the answer, or half of a row without a prompt."""
+        return self.answer_start or max(1, len(self.input_ids) // 2)
+
+    @property
     def num_targets(self) -> int:
         """The number of tokens with loss that follow another token."""
         return sum(stop - max(1, start) for start, stop in self.loss_spans)

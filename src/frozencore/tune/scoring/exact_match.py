@@ -80,13 +80,12 @@ def complete(
     special tokens count. Rows without a prompt are continued from their first half. If the first token of a
     row's completion covers the end of its prompt too, that text is compared and left out of the prediction.
     """
-    starts = [row.answer_start or max(1, len(row.input_ids) // 2) for row in rows]
-    contexts = [row.input_ids[:start] for row, start in zip(rows, starts, strict=True)]
+    contexts = [row.input_ids[: row.prompt_end] for row in rows]
     answers = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=max_new_tokens, progress=progress)
     predictions = []
     end_ids = _end_tokens(model, encoder)
-    for row, start, one in zip(rows, starts, answers, strict=True):
-        ids = row.input_ids[start:]
+    for row, one in zip(rows, answers, strict=True):
+        ids = row.input_ids[row.prompt_end :]
         while ids and ids[-1] in end_ids:  # an end token inside of the text is a part of it
             ids.pop()
         gold, answer = encoder.tokenizer.decode(ids), one.text
