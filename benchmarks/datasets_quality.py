@@ -38,8 +38,8 @@ Set on 30 November, after all other cuts of twelve LoRAs: each cut alone at 4 bi
 
 Set on 30 November, before the first run with Qwen2.5-Coder-0.5B (``--model``, ``datasets-half.jsonl``): ``tuned`` minus
 ``measured`` on the eight data sets with the shortest rows. A search of rates would cost hours there; these need none.
-When five of its lines had been seen, which took a third of the time that was expected: ``measured`` minus LoRA of rank 1
-on these eight too, whose rate is searched as above; then the same arms on eight more.
+When five of its lines had been seen, which took a third of the time that was expected: ``measured`` minus a LoRA of
+rank 1 on these eight too, whose rate is searched as above; then the same arms on eight more.
 """
 
 from __future__ import annotations
