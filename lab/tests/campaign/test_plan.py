@@ -206,7 +206,7 @@ def test_a_search_finds_a_best_rate_that_is_planted_outside_its_grid(
         (best, 0.03, 42), (best, 0.03, 43)
     ]  # fmt: skip
     ((_, _, choice),) = choices(campaign, outcome)
-    assert not choice.at_end
+    assert choice.beyond is None
     assert tally(planned, SimpleNamespace(outcome=outcome)).waiting == 0  # type: ignore[arg-type]
 
 
@@ -222,16 +222,37 @@ def test_a_search_that_only_gets_better_ends_after_as_many_more_and_is_marked(
     ]
     ((_, _, choice),) = choices(campaign, outcome)
     assert choice.options == {"learning_rate": 2e-3 * 2**num_added, "warmup": 0.1}
-    assert choice.at_end
+    assert choice.beyond == 2e-3 * 2 ** (num_added + 1)
 
 
 def test_a_rate_beyond_which_training_diverges_is_no_end(tmp_path: Path) -> None:
     campaign = searched(tmp_path, [1e-3, 2e-3])
     planned, outcome = run_searches(campaign, lambda rate, _: None if rate > 4e-3 else -rate)
     ((_, _, choice),) = choices(campaign, outcome)
-    assert (choice.options["learning_rate"], choice.at_end) == (4e-3, False)
+    assert (choice.options["learning_rate"], choice.beyond) == (4e-3, None)
     assert len([run for run in planned if run.phase == "search"]) == 6
     assert most_further_trials(campaign, outcome) == 0
+
+
+def test_a_trial_that_failed_for_another_reason_than_its_rate_bounds_no_search(tmp_path: Path) -> None:
+    campaign = searched(tmp_path, [1e-3, 2e-3, 4e-3])
+
+    def outcome(run_id: str) -> Ended:
+        rate = rates[run_id]
+        return Failure(reason="worker died", message="gone") if rate == 4e-3 else scored(held_out_loss=-rate)
+
+    trials = [run for run in plan(campaign, unknown) if run.phase == "search" and run.job]
+    rates = {run.job.id: run.axes["learning_rate"] for run in trials if run.job}
+    ((_, _, choice),) = choices(campaign, outcome)
+    assert (choice.options["learning_rate"], choice.beyond) == (2e-3, 4e-3)  # marked, and not made once more
+    assert len([run for run in plan(campaign, outcome) if run.phase == "search"]) == len(trials)
+
+
+@pytest.mark.parametrize("seed", [-1, "43", 1.5, 99999999999])
+def test_a_wrong_seed_is_refused_before_a_search(seed: object, tmp_path: Path) -> None:
+    study = {"axes": {"method": ["fcca"], "seed": [42, seed]}, "search": {"grids": [{"learning_rate": [1e-3, 2e-3]}]}}
+    with pytest.raises(ConfigError, match="Study 'main': .*seed must be"):
+        plan(campaign_of(tmp_path, main=study), unknown)
 
 
 def test_final_runs_wait_while_a_search_goes_on(tmp_path: Path) -> None:

@@ -100,6 +100,17 @@ def test_a_line_that_cannot_be_read_stays_unless_its_run_is_there(line: str, tmp
     assert json.loads(file.read_text())["run_id"] == RUN
 
 
+def test_two_records_of_one_run_that_differ_are_refused_and_equal_ones_are_one(tmp_path: Path) -> None:
+    """As after ``cat`` of the files of two machines that both made the run."""
+    record = {**RECORD, "run_id": RUN}
+    file = tmp_path / "records.jsonl"
+    file.write_text(f"{json.dumps(record)}\n" * 2)
+    assert isinstance(Store(tmp_path).outcome(RUN), TunedRecord)
+    file.write_text(f"{json.dumps(record)}\n{json.dumps({**record, 'accuracy': 0.99})}\n")
+    with pytest.raises(ArtifactError, match=f"two records of run {RUN} that differ"):
+        Store(tmp_path).outcome(RUN)
+
+
 LAB = Path(__file__).parents[2]
 RESULTS = sorted(folder.name for folder in (LAB / "results").iterdir())
 

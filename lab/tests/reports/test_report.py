@@ -140,13 +140,31 @@ def test_what_a_search_chose_is_shown_with_every_trial_and_marked_at_an_end(stud
     search: {grids: [{learning_rate: [0.01, 0.02]}]}
 """
     group = {"model": "small", "task": "svamp", "method": "fcca"}
-    for at_end, mark in ((False, ""), (True, " †")):
+    for beyond, mark in ((None, ""), (0.04, " †")):
         trials = (({"learning_rate": 0.01}, None), ({"learning_rate": 0.02}, 0.815))
-        choice = Choice({"learning_rate": 0.02}, trials, at_end)
+        choice = Choice({"learning_rate": 0.02}, trials, beyond)
         table = study_section(study(yaml, record_content, ((group, choice),))).tables[-1].sheet
         chosen = ["FCCA", f"lr 0.02{mark}", "81.5", "lr 0.01: failed; lr 0.02: 81.5"]
         assert [cell.text for cell in table.rows[0]] == chosen
-        assert ("a better one may lie beyond it" in table.note) == at_end
+        assert ("a better one may lie beyond it" in table.note) == (beyond is not None)
+
+
+def test_equal_means_are_not_ordered_in_the_headline(study):
+    yaml = "  a:\n    title: A\n    axes: {model: [small], task: [svamp], method: [eva, fcca], seed: [42]}\n"
+    for accuracy, said in ((0.8, "EVA-core 80.0 and FCCA 80.0"), (0.9, "FCCA 90.0, then EVA-core 80.0")):
+        made = {"eva": 0.8, "fcca": accuracy}
+        section = study_section(
+            study(yaml, lambda axes, made=made: record_content(axes, accuracy=made[axes["method"]]))
+        )
+        assert said in section.headlines[0]
+
+
+def test_a_long_value_of_an_axis_names_its_files_shortly(results, tmp_path):
+    many = [f"model.layers.{i}.self_attn.q_proj" for i in range(24)]
+    one = f"    title: T\n    axes: {{model: [small], task: [svamp], targets: [{many}, [q_proj]], seed: [42]}}\n"
+    report = "    report: {columns: [seed]}\n"
+    written = write_document(campaign_document(results(f"  a:\n{one}{report}")), tmp_path)
+    assert max(len(path.name) for path in written) < 100
 
 
 def test_tables_of_two_studies_never_share_a_file(results, tmp_path):

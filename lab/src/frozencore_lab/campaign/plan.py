@@ -47,11 +47,15 @@ class Planned:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen options of a group's search, each trial's score, and whether the rate is at an end of those tried."""
+    """The chosen options of a group's search, and each trial's score.
+
+    Attributes:
+        beyond: The learning rate to try next if the chosen one is at an end of those tried; else None.
+    """
 
     options: Axes
     trials: tuple[tuple[Axes, float | None], ...]
-    at_end: bool = False
+    beyond: float | None = None
 
 
 @dataclass
@@ -89,7 +93,10 @@ class _Group:
                 return
             choice = _choose(self.trials, ended, search)
             num_added = len(self.trials) - len(self.grid)
-            further = _beyond(self.trials, choice) if choice and num_added < search.beyond else []
+            further = []
+            if choice and choice.beyond is not None and num_added < search.beyond:
+                next_trial = {**choice.options, RATE: choice.beyond}  # one that failed is not made again
+                further = [next_trial] if next_trial not in self.trials else []
         self.ended, self.choice = ended, choice
 
     def runs(self) -> Iterator[Planned]:
@@ -102,11 +109,9 @@ class _Group:
             first = next((f" ({end.reason}: {end.message})" for end in self.ended if isinstance(end, Failure)), "")
             blocked = f"no trial of the search succeeded{first}"
         for seed in self.study.axes["seed"]:
-            final: Job | None = None
-            if chosen is not None:
-                given = {**self.options, **chosen, "seed": seed}
-                final = make_job(self.study.kind.name, given, self.study.reference_size)
-            yield Planned(self.name, "final", {**self.axes, "seed": seed}, final, blocked)
+            given = {**self.options, **(chosen or self.grid[0]), "seed": seed}  # checked before the search has chosen
+            final = make_job(self.study.kind.name, given, self.study.reference_size)
+            yield Planned(self.name, "final", {**self.axes, "seed": seed}, None if chosen is None else final, blocked)
 
 
 def plan(campaign: Campaign, outcome: Outcomes) -> list[Planned]:
@@ -169,25 +174,17 @@ def _choose(trials: list[Axes], ended: list[Ended], search: Search) -> Choice | 
             best = (accuracy, -loss), trial
     if best is None:
         return None
-    rates = _rates_beside(trials, best[1])
-    at_end = len(rates) > 1 and best[1][RATE] in (min(rates), max(rates))
-    return Choice(best[1], tuple(zip(trials, scores, strict=True)), at_end)
-
-
-def _beyond(trials: list[Axes], choice: Choice) -> list[Axes]:
-    """The best trial with twice or half its learning rate; empty if the rate lies between others."""
-    if not choice.at_end:
-        return []
-    rate = choice.options[RATE]
-    assert isinstance(rate, int | float)
-    factor = 2 if rate == max(_rates_beside(trials, choice.options)) else 0.5
-    return [{**choice.options, RATE: rate * factor}]
-
-
-def _rates_beside(trials: list[Axes], chosen: Axes) -> list[float]:
-    """The tried learning rates with the same other options as a trial, including its own."""
-    rates = (trial[RATE] for trial in trials if RATE in chosen and {**trial, RATE: chosen[RATE]} == chosen)
-    return [rate for rate in rates if isinstance(rate, int | float)]
+    rate = best[1].get(RATE)
+    others = [  # a trial that failed for another reason than its rate bounds nothing
+        trial[RATE]
+        for trial, end in zip(trials, ended, strict=True)
+        if {**trial, RATE: rate} == best[1] and (not isinstance(end, Failure) or end.reason == "diverged")
+    ]
+    rates = [other for other in others if isinstance(other, int | float)]
+    beyond = None
+    if isinstance(rate, int | float) and len(rates) > 1:
+        beyond = 2 * rate if rate == max(rates) else 0.5 * rate if rate == min(rates) else None
+    return Choice(best[1], tuple(zip(trials, scores, strict=True)), beyond)
 
 
 def _products(axes: Mapping[str, tuple[Value, ...]]) -> list[Axes]:

@@ -182,7 +182,8 @@ class Store:
             with suppress(ValueError):
                 record = read_record(line)
                 if record.run_id is not None and _ID.fullmatch(record.run_id):
-                    records[record.run_id] = record
+                    if records.setdefault(record.run_id, record) != record:
+                        raise ArtifactError(f"{file} holds two records of run {record.run_id} that differ. Keep one.")
                     continue
             named = _ID_IN_LINE.search(line)
             rebuilt_from = self.runs / named[1] / RECORD if named else self.runs

@@ -199,12 +199,14 @@ def _headline(pivot: Pivot) -> Iterator[str]:
     if not measure.ranked or len(values) < 2:
         return
     first, second, *_ = sorted(values, key=lambda column: values[column], reverse=not measure.lower_is_better)
+    shown = [f"{values[one]:.{measure.decimals}f}" for one in (first, second)]
     best, next_one = (
-        f"{upright.column_name(one)} {values[one]:.{measure.decimals}f}"
+        f"{upright.column_name(one)} {value}"
         + ("" if cells[one].std is None else f" ± {cells[one].std:.{measure.decimals}f}")
-        for one in (first, second)
+        for one, value in zip((first, second), shown, strict=True)
     )
-    yield f"{pivot.title}: {best}, then {next_one} ({measure.title}, {of})."
+    then = " and" if shown[0] == shown[1] else ", then"
+    yield f"{pivot.title}: {best}{then} {next_one} ({measure.title}, {of})."
 
 
 FEW_COLUMNS = 4

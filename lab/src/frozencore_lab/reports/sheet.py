@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any, Literal
 
 from rich.table import Table
@@ -20,6 +21,8 @@ from frozencore_lab.tasks.registry import PAPER_TASKS
 Status = Literal["done", "missing", "diverged", "failed", "absent"]
 SHOWN: dict[Status, str] = {"missing": "-", "diverged": "div.", "failed": "failed", "absent": "n/a"}
 """The text of a cell without a number."""
+LONG = 40
+"""The most characters of a value in a file's name."""
 
 
 @dataclass(frozen=True)
@@ -200,9 +203,13 @@ def family_of(task: str) -> str | None:
 
 
 def slug(group: Mapping[str, Any]) -> str:
-    """Values as part of a file's name: ``-small-q-v``."""
-    shown = (value_name(axis, value).lower() for axis, value in group.items())
-    return "".join(f"-{re.sub('[^a-z0-9.]+', '-', value).strip('-')}" for value in shown)
+    """Values as part of a file's name: ``-small-q-v``; of a long one its start and a hash."""
+    found = ""
+    for axis, value in group.items():
+        shown = re.sub("[^a-z0-9.]+", "-", value_name(axis, value).lower()).strip("-")
+        short = shown if len(shown) <= LONG else f"{shown[:LONG]}-{sha256(shown.encode()).hexdigest()[:8]}"
+        found += f"-{short}"
+    return found
 
 
 def sentence(text: str) -> str:

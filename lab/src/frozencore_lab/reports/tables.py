@@ -265,13 +265,13 @@ def search_sheet(results: StudyResults) -> Sheet:
         score = next(score for options, score in choice.trials if options == choice.options)
         lines.append({
             **{axis_name(axis): label(value_name(axis, group[axis])) for axis in axes},
-            "chosen": label(_options(choice.options) + " †" * choice.at_end),
+            "chosen": label(_options(choice.options) + " †" * (choice.beyond is not None)),
             "score": number(None if score is None else scale * score, decimals),
             "all trials": label("; ".join(shown(*trial) for trial in choice.trials)),
         })  # fmt: skip
     measure = "accuracy, %" if search.select == "accuracy" else "held-out loss, nats per token"
     note = f"On held-out validation rows with seed {search.seed}, once for all seeds; {measure}."
-    if any(choice.at_end for _, choice in results.choices):
+    if any(choice.beyond is not None for _, choice in results.choices):
         note += " †: the largest or the smallest learning rate that was tried, so a better one may lie beyond it."
     title = f"{results.study.title}: what the search chose"
     return Sheet.of(f"{results.name}-search", title, note, lines, num_labels=len(axes) + 1)
