@@ -103,7 +103,7 @@ class Basis:
     @property
     def is_set(self) -> bool:
         """Whether P and Q were set: they are zero in all layers of an adapter that was never calibrated."""
-        return any(bool(layer.P.any()) for layer in list(self.layers.values())[:1])
+        return any(layer.is_set for layer in list(self.layers.values())[:1])
 
     def write(self, folder: Path, *, overwrite: bool = False) -> None:
         """Write the folder of the basis atomically."""
@@ -119,7 +119,7 @@ class Basis:
 
 def require_set(layers: Mapping[str, LayerBasis]) -> None:
     """Refuse layers whose basis is zero: it was never set."""
-    if empty := [name for name, basis in layers.items() if not bool(basis.P.any())]:
+    if empty := [name for name, basis in layers.items() if not basis.is_set]:
         raise CalibrationError(
             f"A frozen core needs a basis, but layer {empty[0]!r} has none. Call "
             "frozencore.calibrate(model, dataloader) first."

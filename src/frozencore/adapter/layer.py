@@ -231,9 +231,10 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         P, _, R = self.factors(adapter_name)
         if P.is_meta or R.is_meta:
             return
+        basis = self.basis(adapter_name)
         if self.training:
-            require_set({self.name: self.basis(adapter_name)})
-        has_basis = bool(P.any())
+            require_set({self.name: basis})
+        has_basis = basis.is_set
         self.frozencore_state[adapter_name] = BasisState.READY if has_basis else BasisState.ABSENT
         if not has_basis and bool(R.any()) and adapter_name not in self.warned:
             self.warned.add(adapter_name)
@@ -463,11 +464,10 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         for name in reversed(list(self.frozencore_R)):  # a later adapter joins an earlier one, as when it was added
             self.frozencore_P.share(name)
             self.frozencore_Q.share(name)
-            P = self.frozencore_P[name]
-            has_basis = not P.is_meta and bool(P.any())
-            self.frozencore_state[name] = BasisState.READY if has_basis else BasisState.UNKNOWN
+            basis = self.basis(name)
+            self.frozencore_state[name] = BasisState.READY if basis.is_set else BasisState.UNKNOWN
             mark = self.frozencore_mark.get(name)
-            if mark is not None and mark.version is None and not P.is_meta:
+            if mark is not None and mark.version is None and not basis.P.is_meta:
                 self.frozencore_mark[name] = mark._replace(version=self._basis_version(name))
 
     def extra_repr(self) -> str:

@@ -340,8 +340,8 @@ class FrozenCoreModel(BaseTuner):
         for adapter_name in self.active_adapters if adapter_names is None else adapter_names:
             layers = frozen_core_layers(self.model, adapter_name)
             merged += layers.values()
-            P = next((layer.frozencore_P[adapter_name] for layer in layers.values()), None)
-            if P is not None and not P.is_meta and not P.any():  # all layers get their bases together, so one is enough
+            first = next((layer.basis(adapter_name) for layer in layers.values()), None)  # all get theirs together
+            if first is not None and not first.P.is_meta and not first.is_set:
                 warn_of_uncalibrated(f"The adapter {adapter_name!r} that is merged", "before it is merged")
             for name, layer in layers.items():
                 if layer.stored_layer is not layer.get_base_layer():

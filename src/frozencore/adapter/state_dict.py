@@ -112,7 +112,7 @@ def tensors_to_load(
     adapter = LoadedAdapter(adapter_name, config, frozen_core_layers(model, adapter_name))
     origin, here = f"The adapter {adapter_name!r}", adapter.bases
     core = Core.read(origin, state_dict)
-    has_basis = all(not factors.P.is_meta and factors.P.any() for factors in list(here.values())[:1])
+    has_basis = all(factors.is_set for factors in list(here.values())[:1])
     known = adapter.basis_id if has_basis else None
     if core.basis_id != known:
         basis = _other_basis(origin, core, adapter, state_dict)

@@ -57,6 +57,11 @@ class LayerBasis:
     def rank(self) -> int:
         return self.P.shape[1]
 
+    @property
+    def is_set(self) -> bool:
+        """Whether P was set: it is zero in an adapter that was never calibrated, and has no values on meta."""
+        return not self.P.is_meta and bool(self.P.any())
+
     def to(self, device: torch.device | str) -> LayerBasis:
         """The same basis on another device."""
         core = self.initial_core
