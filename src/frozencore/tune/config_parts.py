@@ -238,5 +238,15 @@ class ScoringConfig(ConfigPart):
         if self.forgetting is not None:
             tasks = (name if is_named(name) else f"{TASK}:{name}" for name in self.forgetting)
             object.__setattr__(self, "forgetting", tuple(tasks))
-        if self.patience is not None and self.select_checkpoint == "none":
+        if self.patience is not None and self.choose_every is None:
             raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
+
+    @property
+    def choose_every(self) -> Literal["epoch"] | int | None:
+        """Steps between two scores that choose the step to keep, or ``epoch``; None: the last step is kept."""
+        return None if self.select_checkpoint == "none" else self.select_checkpoint
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the run only helps to choose options: validation rows give its score."""
+        return self.evaluate_on == "validation"

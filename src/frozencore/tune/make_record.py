@@ -143,7 +143,7 @@ def _known(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _selection(config: RunConfig, report: TrainingReport) -> SelectedCheckpoint | None:
-    every = config.scoring.select_checkpoint
-    if every == "none":
+    every = config.scoring.choose_every
+    if every is None:
         return None
     return report.selected or SelectedCheckpoint(every=every, rows=0, kept_step=report.training.num_steps)

@@ -98,7 +98,7 @@ def drawn(
         DataError: The rows cannot be read.
         NoRowsError: No row is left for training or for scoring.
     """
-    train_on_all = config.paper_steps and scoring.evaluate_on == "evaluation"
+    train_on_all = config.paper_steps and not scoring.is_trial
     seed = config.seed if config.rows_by_seed else SPLIT_SEED
     splits: Splits[Row] = kept.get(
         (data, num_train, num_evaluation, config.data_root, train_on_all, seed),
@@ -118,7 +118,7 @@ def drawn_for_run(config: RowsConfig, scoring: ScoringConfig, kept: RowCache | N
     """The rows of a run's source, see :func:`drawn`; ``NoRowsError`` if it needs validation rows and has none."""
     (data,) = config.sources
     splits = drawn(config, scoring, data, kept or RowCache(), config.num_train, config.num_evaluation)
-    if scoring.evaluate_on == "validation" and not splits.validation:
+    if scoring.is_trial and not splits.validation:
         raise NoRowsError(
             f"{data} leaves no validation rows beside its {len(splits.train)} to train on. "
             "Give it more rows, or leave out what is to be chosen on them."
@@ -140,7 +140,7 @@ def encoded(rows: Sequence[Row], encoder: PromptEncoder, kept: RowCache) -> list
 
 def _given_by_source(config: RowsConfig, scoring: ScoringConfig, encoder: PromptEncoder, kept: RowCache) -> GivenRows:
     source, splits = find_source(config.sources[0]), drawn_for_run(config, scoring, kept)
-    is_trial, chooses = scoring.evaluate_on == "validation", scoring.select_checkpoint != "none"
+    is_trial, chooses = scoring.is_trial, scoring.choose_every is not None
     parts = [splits.train, splits.validation if is_trial else splits.evaluation]
     parts += [splits.validation] if chooses and not is_trial else []
     train, scored, *others = (encoded(rows, encoder, kept) for rows in parts)
@@ -200,7 +200,7 @@ class UserData:
         Raises:
             NoRowsError: No row is left to train on.
         """
-        is_trial, chooses = scoring.evaluate_on == "validation", scoring.select_checkpoint != "none"
+        is_trial, chooses = scoring.is_trial, scoring.choose_every is not None
         rows = [row for file in self.files for row in file.rows]
         texts = {row_id: text for file in self.files for row_id, text in file.texts.items()}
         unused = sum((file.left_out for file in self.files), Counter())
@@ -445,7 +445,7 @@ def _other_texts(
     config: RowsConfig, scoring: ScoringConfig, encoder: PromptEncoder, kept: RowCache
 ) -> dict[str, list[TokenRow]]:
     """The first evaluation rows of each other source that fit, as plain text; none for a run that validates options."""
-    if scoring.evaluate_on == "validation":
+    if scoring.is_trial:
         return {}
     texts_of = {}
     for data in scoring.forgetting or ():

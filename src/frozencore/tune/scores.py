@@ -63,8 +63,8 @@ def samples_of(inputs: Inputs, before: Sequence[Prediction], after: Sequence[Pre
 
 def selection_of(config: ScoringConfig, inputs: Inputs, progress: Progress) -> Selection | None:
     """The choice of a step by the run's validation rows; None if no step is chosen or there are no rows."""
-    rows = inputs.rows.validation
-    if config.select_checkpoint == "none" or rows is None:
+    rows, every = inputs.rows.validation, config.choose_every
+    if every is None or rows is None:
         return None
 
     def score(model: nn.Module) -> tuple[float, float | None]:
@@ -74,4 +74,4 @@ def selection_of(config: ScoringConfig, inputs: Inputs, progress: Progress) -> S
         )  # fmt: skip
         return scored.held_out_loss, scored.task.accuracy if scored.task else None
 
-    return Selection(config.select_checkpoint, score, config.patience, num_rows=len(rows.tokens))
+    return Selection(every, score, config.patience, num_rows=len(rows.tokens))

@@ -120,7 +120,7 @@ def require_comparable(planned: Sequence[Planned], store: Store, *, with_missing
         model, content = run.job.config.model.name, run.job.config.content()
         rows = {option: content[option] for option in _DECIDE_ROWS}
         rows["seed"] = run.job.config.rows.seed if run.job.config.rows.rows_by_seed else None
-        rows["validates"] = run.job.config.scoring.select_checkpoint != "none"
+        rows["validates"] = run.job.config.scoring.choose_every is not None
         if isinstance(end, TunedRecord):
             which = fingerprint_options(rows)
             traits |= {

@@ -98,7 +98,7 @@ class Worker:
         job.kind.run(work)
         if config.method.entry.changes_base:
             self._base = None
-        if not self.keep_adapters or config.scoring.evaluate_on == "validation":
+        if not self.keep_adapters or config.scoring.is_trial:
             shutil.rmtree(folder / ADAPTER, ignore_errors=True)
 
 

@@ -64,7 +64,7 @@ class Board:
             self.bars.remove_task(self.workers.pop(worker))
         for worker in sorted(running.keys() - self.workers.keys()):
             config = running[worker].config
-            search = ", search" if config.scoring.evaluate_on == "validation" else ""
+            search = ", search" if config.scoring.is_trial else ""
             name = f"worker {worker}: {config.rows.learns}, {config.method.name}, seed {config.rows.seed}{search}"
             self.workers[worker] = self.bars.add_task(name, total=None, note="starts")
         if event is not None and event.kind == "stage":

@@ -192,8 +192,8 @@ def _scored(tenant: TenantRows) -> dict[str, str]:
 
 def tenant_of(tenant: TenantRows, model: nn.Module) -> Tenant:
     """Make the training of a tenant."""
-    rows, every, validation = tenant.rows.validation, tenant.config.scoring.select_checkpoint, None
-    if rows is not None and every != "none":
+    rows, every, validation = tenant.rows.validation, tenant.config.scoring.choose_every, None
+    if rows is not None and every is not None:
         validation = Validation(rows.tokens, every, tenant.config.scoring.patience)
     recipe = recipe_of(tenant.config.training, tenant.config.method.entry, tenant.rows, model)
     return Tenant(tenant.rows.train, recipe, validation)
