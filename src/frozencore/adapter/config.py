@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from peft import PeftConfig
-from torch import nn
 
 from frozencore.adapter.basis import Basis, basis_beside, find_basis, read_header
 from frozencore.adapter.card import CARD_FILE, num_tokens, write_model_card
@@ -377,21 +376,3 @@ def register_constructor(name: str, row: Constructor[Any]) -> None:
             f"The names of a constructor and its options are new, but {(taken or [name])[0]!r} is taken. Rename it."
         )
     CONSTRUCTORS[name] = row
-
-
-def find_adapter(model: nn.Module, adapter_name: str | None) -> tuple[str, FrozenCoreConfig]:
-    """The name and configuration of a frozen-core adapter; by default the active one, or the only one."""
-    configs: dict[str, Any] = getattr(model, "peft_config", {})
-    known = [name for name, config in configs.items() if isinstance(config, FrozenCoreConfig)]
-    if adapter_name is None and known:
-        active: Any = getattr(model, "active_adapters", None) if len(known) > 1 else known
-        adapter_name = next(iter((active() if callable(active) else active) or known))  # transformers has a method
-    if adapter_name is None or adapter_name not in known:
-        named = "" if adapter_name is None else f" {adapter_name!r}"
-        others = (
-            f", only {', '.join(map(repr, known))}. Give one of these as adapter_name."
-            if known
-            else ". Call peft.get_peft_model(model, FrozenCoreConfig(...)) first."
-        )
-        raise ConfigError(f"This model has no frozen-core adapter{named}{others}")
-    return adapter_name, configs[adapter_name]

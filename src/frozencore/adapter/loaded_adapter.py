@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 
 from frozencore.adapter.base_record import record_base, require_same_weights
 from frozencore.adapter.basis import Basis, require_same_id
-from frozencore.adapter.config import FrozenCoreConfig, find_adapter
+from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.core import Core
 from frozencore.adapter.layer import FrozenCoreLinear
+from frozencore.errors import ConfigError
 from frozencore.maths.basis import LayerBasis
 from frozencore.quiet import with_attributes
 
@@ -38,8 +40,20 @@ class LoadedAdapter:
         Raises:
             ConfigError: The model has no such frozen-core adapter.
         """
-        name, config = find_adapter(model, name)
-        return cls(name, config, frozen_core_layers(model, name))
+        configs: dict[str, Any] = getattr(model, "peft_config", {})
+        known = [each for each, config in configs.items() if isinstance(config, FrozenCoreConfig)]
+        if name is None and known:
+            active: Any = getattr(model, "active_adapters", None) if len(known) > 1 else known
+            name = next(iter((active() if callable(active) else active) or known))  # transformers has a method
+        if name is None or name not in known:
+            named = "" if name is None else f" {name!r}"
+            others = (
+                f", only {', '.join(map(repr, known))}. Give one of these as adapter_name."
+                if known
+                else ". Call peft.get_peft_model(model, FrozenCoreConfig(...)) first."
+            )
+            raise ConfigError(f"This model has no frozen-core adapter{named}{others}")
+        return cls(name, configs[name], frozen_core_layers(model, name))
 
     @property
     def bases(self) -> dict[str, LayerBasis]:
