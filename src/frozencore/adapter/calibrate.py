@@ -20,7 +20,7 @@ from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.adapter.learning_rate import proposed_learning_rate
 from frozencore.adapter.loaded_adapter import only_adapter
 from frozencore.adapter.state_dict import HEADS
-from frozencore.calibration.batches import Batch, Collator, batches_from, require_examples_apart
+from frozencore.calibration.batches import Batch, Collator, batches_from, require_examples_apart, stated_ids
 from frozencore.calibration.calibrate import Calibration, Target, calibrate_layers
 from frozencore.calibration.calibration_options import BATCH_SIZE, CalibrationOptions
 from frozencore.calibration.collect import has_labels, require_options_fit
@@ -144,8 +144,7 @@ def calibrate(
 def _end_ids(model: Any) -> set[int]:
     """The end tokens of a language model, as its configurations name them."""
     configs = (getattr(model, name, None) for name in ("config", "generation_config"))
-    named = [getattr(config, "eos_token_id", None) for config in configs]
-    return {token for ids in named if ids is not None for token in ([ids] if isinstance(ids, int) else ids)}
+    return {token for config in configs for token in stated_ids(getattr(config, "eos_token_id", None))}
 
 
 def _warn_of_weak_layers(bases: Mapping[str, LayerBasis], layers: Mapping[str, FrozenCoreLinear]) -> None:

@@ -273,6 +273,11 @@ def _may_not_end(data: Any) -> bool:
         return True
 
 
+def stated_ids(eos_token_id: int | Iterable[int] | None) -> list[int]:
+    """The end tokens that a model's configuration states: none, one or several."""
+    return [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+
+
 def require_examples_apart(data: Any, batches: Sequence[Batch], batch_size: int | None, end_ids: set[int]) -> None:
     """Refuse rows that a collator joined without saying where examples begin; warn of rows that look joined before.
 

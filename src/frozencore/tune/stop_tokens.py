@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from frozencore.calibration.batches import stated_ids
 from frozencore.errors import FrozenCoreError
 from frozencore.files.atomic_write import write_json
 from frozencore.tune.load import load_tokenizer
@@ -33,8 +34,7 @@ def add_stop_tokens(folder: Path) -> tuple[str, ...]:
     except FrozenCoreError:  # training would refuse this tokenizer, so no answer was trained with it
         return ()
     settings = json.loads(file.read_text(encoding="utf-8"))
-    given = settings.get("eos_token_id")
-    stated = [] if given is None else [given] if isinstance(given, int) else list(given)
+    stated = stated_ids(settings.get("eos_token_id"))
     added = [token for token in ends if token not in stated]
     if added:
         write_json(file, {**settings, "eos_token_id": [*stated, *added]})

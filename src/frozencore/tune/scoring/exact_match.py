@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 
+from frozencore.calibration.batches import stated_ids
 from frozencore.errors import DataError, ModelError
 from frozencore.files.fingerprint import base_of
 from frozencore.quiet import with_attributes
@@ -196,6 +197,4 @@ def _until_end(ids: list[int], end_ids: list[int], encoder: PromptEncoder) -> Ge
 
 
 def _end_tokens(model: nn.Module, encoder: PromptEncoder) -> list[int]:
-    stated = base_of(model).generation_config.eos_token_id
-    stated = [] if stated is None else [stated] if isinstance(stated, int) else list(stated)
-    return sorted({*encoder.end_ids, *stated})
+    return sorted({*encoder.end_ids, *stated_ids(base_of(model).generation_config.eos_token_id)})
