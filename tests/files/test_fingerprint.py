@@ -1,4 +1,4 @@
-"""Fingerprints of models, batches and options."""
+"""Fingerprints of models and options."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from frozencore import FrozenCoreConfig
-from frozencore.files.fingerprint import (
-    fingerprint_batches,
-    fingerprint_model,
-    fingerprint_tensors,
-)
+from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
 from frozencore.options import fingerprint_options
-from tiny import batches_of, draw_examples, tiny_qwen2
-
-BATCHES = batches_of(draw_examples(4, seed=1), 2)
+from tiny import tiny_qwen2
 
 
 def test_the_fingerprint_of_a_model_sees_every_bit_name_shape_and_dtype() -> None:
@@ -48,10 +42,7 @@ def test_adapters_on_a_model_do_not_change_its_fingerprint(modules_to_save: list
         assert fingerprint_model(model) != reference
 
 
-def test_the_fingerprint_of_batches_and_of_options_ignores_the_order_of_keys_alone() -> None:
-    reference = fingerprint_batches(BATCHES)
-    assert reference == fingerprint_batches([dict(reversed(batch.items())) for batch in BATCHES])
-    assert reference not in (fingerprint_batches(BATCHES[::-1]), fingerprint_batches(BATCHES[:1]))
+def test_the_fingerprint_of_options_ignores_the_order_of_keys_alone() -> None:
     assert fingerprint_options({"a": 1, "b": 2}) == fingerprint_options({"b": 2, "a": 1})
     with pytest.raises(ValueError, match="not JSON compliant"):
         fingerprint_options({"a": float("nan")})

@@ -50,9 +50,10 @@ def test_what_cannot_run_is_refused_in_one_line(values: dict[str, Any], message:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_recipe_is_the_methods_own_where_a_run_does_not_say(method: str) -> None:
-    own, said = make_config(**GOOD, method=method), make_config(**GOOD, method=method, learning_rate=1e-4, warmup=0.0)
-    assert (own.training.learning_rate, own.training.warmup) == ("auto", None)
-    assert own.resolved_learning_rate == METHODS[method].learning_rate
-    assert (own.resolved_learning_rate is None) == METHODS[method].has_bases  # measured on the rows
-    assert own.resolved_warmup == METHODS[method].warmup == 0.1
-    assert (said.resolved_learning_rate, said.resolved_warmup) == (1e-4, 0.0)
+    entry, own = METHODS[method], make_config(**GOOD, method=method).training
+    said = make_config(**GOOD, method=method, learning_rate=1e-4, warmup=0.0).training
+    assert (own.learning_rate, own.warmup) == ("auto", None)
+    assert own.rate_of(entry) == entry.learning_rate
+    assert (own.rate_of(entry) is None) == entry.has_bases  # measured on the rows
+    assert own.warmup_of(entry) == entry.warmup == 0.1
+    assert (said.rate_of(entry), said.warmup_of(entry)) == (1e-4, 0.0)

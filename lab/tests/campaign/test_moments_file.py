@@ -16,7 +16,7 @@ from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ArtifactError
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
-from frozencore_lab.campaign.moments_file import MomentsFingerprint, load_moments, save_moments
+from frozencore_lab.campaign.moments_file import MomentsFingerprint, fingerprint_batches, load_moments, save_moments
 from tiny import attention_names, batches_of, draw_examples, tiny_qwen2
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=12)
@@ -39,6 +39,12 @@ def test_grouping_device_and_short_names_do_not_change_what_moments_are_of() -> 
 
     assert of(group_size=1, stats_device="cpu") == of()
     assert of(weighting="token_sum") != of()
+
+
+def test_the_fingerprint_of_batches_ignores_the_order_of_keys_alone() -> None:
+    reference = fingerprint_batches(BATCHES)
+    assert reference == fingerprint_batches([dict(reversed(batch.items())) for batch in BATCHES])
+    assert reference not in (fingerprint_batches(BATCHES[::-1]), fingerprint_batches(BATCHES[:1]))
 
 
 @pytest.mark.parametrize(

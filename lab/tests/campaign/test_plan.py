@@ -183,7 +183,8 @@ def run_searches(campaign: Campaign, loss: Callable[[float, float], float | None
         if not open_jobs:
             return planned, ended.get
         job = open_jobs[0]
-        found = loss(job.config.resolved_learning_rate, job.config.resolved_warmup)
+        training, entry = job.config.training, job.config.method.entry
+        found = loss(training.rate_of(entry), training.warmup_of(entry))
         diverged = Failure(reason="diverged", message="loss nan.")
         ended[job.id] = diverged if found is None else scored(held_out_loss=found)
 
@@ -258,7 +259,7 @@ def test_a_wrong_seed_is_refused_before_a_search(seed: object, tmp_path: Path) -
 def test_final_runs_wait_while_a_search_goes_on(tmp_path: Path) -> None:
     campaign = searched(tmp_path, [1e-3, 2e-3])
     of_grid = [run.job for run in plan(campaign, unknown) if run.phase == "search" and run.job]
-    ended = {job.id: scored(held_out_loss=-job.config.resolved_learning_rate) for job in of_grid}
+    ended = {job.id: scored(held_out_loss=-job.config.training.learning_rate) for job in of_grid}
     planned = plan(campaign, ended.get)
     assert len([run for run in planned if run.phase == "search"]) == len(of_grid) + 1
     assert (most_further_trials(campaign, unknown), most_further_trials(campaign, ended.get)) == (4, 3)

@@ -133,9 +133,9 @@ def test_a_record_says_what_its_run_was_asked_for(name: str) -> None:
         record = store.outcome(run.job.id)
         assert isinstance(record, RunRecord)
         if isinstance(record, TunedRecord):  # a stability run trains nothing
-            recipe, config = record.resolved.recipe, run.job.config
+            recipe, training, entry = record.resolved.recipe, run.job.config.training, run.job.config.method.entry
             said = recipe["learning_rate"], recipe["warmup"]
-            assert said == (config.resolved_learning_rate, config.resolved_warmup)
+            assert said == (training.rate_of(entry), training.warmup_of(entry))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
-"""Hashes of weights and batches, to check that two artefacts belong together."""
+"""Hashes of weights, to check that two artefacts belong together."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -93,13 +93,3 @@ def _base_names(base: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[s
             for layer, inner in inner_of.items()
         ):
             yield name, name.replace(".base_layer.", ".").replace(".original_module.", ".")
-
-
-def fingerprint_batches(batches: Iterable[Mapping[str, Any]]) -> str:
-    """SHA-256 of a model's input: every tensor of every batch, in order."""
-    return fingerprint_tensors(
-        (f"{index}.{key}", batch[key])
-        for index, batch in enumerate(batches)
-        for key in sorted(batch)
-        if isinstance(batch[key], torch.Tensor)
-    )

@@ -57,14 +57,6 @@ class RunConfig(ConfigPart):
         if same := {*others} & {*self.rows.sources}:
             raise ConfigError(f"--forgetting is of other tasks, but the run learns {same.pop()}. Leave it out there.")
 
-    @property
-    def resolved_learning_rate(self) -> float | None:
-        return self.training.rate_of(self.method.entry)
-
-    @property
-    def resolved_warmup(self) -> float:
-        return self.training.warmup_of(self.method.entry)
-
     def content(self, *, changed: bool = False) -> dict[str, Any]:
         """The options as JSON values by flat name, as in records, which nest those of ``core`` and ``calibration``.
 

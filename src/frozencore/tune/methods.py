@@ -62,11 +62,6 @@ class Method:
     has_bases: ClassVar[bool] = False
     unread: ClassVar[tuple[str, ...]] = ("bits",)
 
-    @property
-    def initialises(self) -> bool:
-        """Return whether a phase before training reads the data or the base weights."""
-        return self.has_bases or self.changes_base
-
     def needs(self, options: MethodConfig) -> frozenset[MomentName]:
         """The moments that the method needs; empty if it needs none.
 
@@ -166,11 +161,6 @@ def find_method(name: str) -> Method:
     if name not in METHODS:
         raise ConfigError(unknown_name("method", name, METHODS))
     return METHODS[name]
-
-
-def method_name(name: str) -> str:
-    """A method's label; the name itself if it is not in the table, as in records of another version."""
-    return METHODS[name].label if name in METHODS else name
 
 
 def core_options() -> dict[str, Option]:

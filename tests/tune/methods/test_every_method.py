@@ -50,11 +50,6 @@ def test_the_weights_of_the_base_are_changed_by_the_methods_that_say_so(name: st
 
 
 @EVERY
-def test_a_phase_before_training_is_had_by_those_that_look_at_data_or_weights_in_it(name: str) -> None:
-    assert METHODS[name].initialises == (METHODS[name].has_bases or name == "pissa")
-
-
-@EVERY
 def test_moments_are_wanted_by_methods_whose_bases_wait_for_them(name: str) -> None:
     method = METHODS[name]
     model = add_adapter(method, tiny_qwen2(), OPTIONS)

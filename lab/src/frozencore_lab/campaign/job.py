@@ -224,8 +224,8 @@ class Job:
         method = self.config.method.name
         core = {name: value for name, value in values.pop("core", {}).items() if method in constructors_reading(name)}
         values |= {"core": core} if core else {}
-        values["learning_rate"] = self.config.resolved_learning_rate or "auto"
-        values["warmup"] = self.config.resolved_warmup
+        training, entry = self.config.training, self.config.method.entry
+        values |= {"learning_rate": training.rate_of(entry) or "auto", "warmup": training.warmup_of(entry)}
         for alias, name in ALIASES.items():
             if name in values and is_named(values[name]):
                 values[alias] = values.pop(name).removeprefix(f"{TASK}:")

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from frozencore.calibration.calibration_options import CalibrationOptions, options_of_sums
 from frozencore.errors import ArtifactError
 from frozencore.files.atomic_write import atomic_write
-from frozencore.files.fingerprint import fingerprint_batches, fingerprint_model
+from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
 from frozencore.maths.moments import LayerMoments
 from frozencore.text import one_line
 
@@ -45,6 +45,16 @@ class MomentsFingerprint:
             data=fingerprint_batches(batches),
             options=options_of_sums(asdict(options or CalibrationOptions())),
         )
+
+
+def fingerprint_batches(batches: Iterable[Mapping[str, Any]]) -> str:
+    """SHA-256 of a model's input: every tensor of every batch, in order."""
+    return fingerprint_tensors(
+        (f"{index}.{key}", batch[key])
+        for index, batch in enumerate(batches)
+        for key in sorted(batch)
+        if isinstance(batch[key], torch.Tensor)
+    )
 
 
 def save_moments(path: Path, moments: Mapping[str, LayerMoments], fingerprint: MomentsFingerprint) -> None:

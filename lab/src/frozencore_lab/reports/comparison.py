@@ -17,7 +17,6 @@ from rich.console import Group
 
 from frozencore.errors import DataError
 from frozencore.text import unknown_name
-from frozencore.tune.methods import method_name
 from frozencore_lab.campaign.spec import MATCHED, column_key
 from frozencore_lab.reports.pivot import Pivot, row_labels
 from frozencore_lab.reports.sheet import (
@@ -27,6 +26,7 @@ from frozencore_lab.reports.sheet import (
     family_of,
     interval,
     label,
+    method_name,
     missing,
     number,
     rich_table,

@@ -99,7 +99,7 @@ def _cost(name: str, runs: Sequence[FinalRun]) -> Cost:
     records = [run.record for run in runs if isinstance(run.record, TunedRecord)]
     first, steps = records[0], [s for record in records if (s := record.resources.step_s) is not None]
     method = METHODS.get(first.method)
-    initialises = method is None or method.initialises
+    initialises = method is None or method.has_bases or method.changes_base  # reads data or weights before training
     phases = Phases(
         median(record.calibration_s for record in records) if initialises else 0.0,
         median(steps) if steps else None,

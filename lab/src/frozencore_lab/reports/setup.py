@@ -11,7 +11,7 @@ from typing import Any
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.maths.moments import MomentName
 from frozencore.tune.config import run_options
-from frozencore.tune.methods import Method, MethodConfig, find_method, method_name
+from frozencore.tune.methods import Method, MethodConfig, find_method
 from frozencore.tune.record import TunedRecord
 from frozencore.tune.rows.sources import Scoring
 from frozencore.tune.rows.splits import VALIDATION_SHARE
@@ -19,7 +19,7 @@ from frozencore.tune.training.recipe import MAX_GRAD_NORM, WEIGHT_DECAY
 from frozencore_lab.campaign.job import default_learning_rate
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
 from frozencore_lab.campaign.spec import DEFAULT_METHOD, Campaign, Study
-from frozencore_lab.reports.sheet import Sheet, SheetCell, axis_name, label, number, value_name
+from frozencore_lab.reports.sheet import Sheet, SheetCell, axis_name, label, method_name, number, value_name
 from frozencore_lab.tasks.registry import find_task
 from frozencore_lab.tasks.task import Split
 

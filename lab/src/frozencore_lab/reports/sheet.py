@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.text import one_line
-from frozencore.tune.methods import METHODS, method_name
+from frozencore.tune.methods import METHODS
 from frozencore_lab.campaign.results import FinalRun
 from frozencore_lab.tasks.registry import PAPER_TASKS
 
@@ -150,6 +150,11 @@ WHITENING = {"none": "None", "input": "Input only", "output": "Output only", "bo
 
 def axis_name(axis: str) -> str:
     return AXES.get(axis, axis.replace("_", " "))
+
+
+def method_name(name: str) -> str:
+    """A method's label; the name itself if it is not in the table, as in records of another version."""
+    return METHODS[name].label if name in METHODS else name
 
 
 def column_label(name: str) -> str:
