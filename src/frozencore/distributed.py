@@ -146,11 +146,6 @@ def sum_over_ranks(total: Tensor) -> Tensor:
     return summed.to(total.device)
 
 
-def largest_over_ranks(number: int) -> int:
-    """The largest of every rank's numbers, on every rank."""
-    return max(all_gather(number))
-
-
 def reduce_moments(moments: Mapping[str, LayerMoments], owners: Mapping[str, int]) -> dict[str, LayerMoments]:
     """Sum over all ranks. The owner gets a layer's matrices; all ranks get its count and its vectors."""
     if num_ranks() == 1:

@@ -142,7 +142,8 @@ def load_basis(place: str | Path, revision: str | None = None) -> Basis:
     Raises:
         ArtifactError: There is no basis, or its id does not fit P, Q, the scales and the record of the base model.
     """
-    header, folder = read_header(place, revision), _folder(place, revision)
+    folder = _folder(place, revision)
+    header = _header_in(folder, place)
     with _reading(place):
         tensors = load_file(folder / FACTORS_FILE)
         basis = Basis(
@@ -161,7 +162,10 @@ def load_basis(place: str | Path, revision: str | None = None) -> Basis:
 
 def read_header(place: str | Path, revision: str | None = None) -> BasisHeader:
     """Read ``basis.json``. Raises the errors of :func:`load_basis`."""
-    folder = _folder(place, revision)
+    return _header_in(_folder(place, revision), place)
+
+
+def _header_in(folder: Path, place: str | Path) -> BasisHeader:
     with _reading(place):
         values = dict(json.loads((folder / HEADER_FILE).read_text(encoding="utf-8")))
         names = [field.name for field in fields(BasisHeader)]

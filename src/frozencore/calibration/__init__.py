@@ -1,1 +1,1 @@
-"""Collect and store the moments of a model's layers over calibration batches."""
+"""Collect the moments of a model's layers over calibration batches, and build their bases."""

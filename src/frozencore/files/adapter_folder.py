@@ -16,7 +16,7 @@ from frozencore.text import num_of, one_line
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 HEADER_FILE, FACTORS_FILE = "basis.json", "basis.safetensors"  # the files of a basis
-MODEL_CONFIG, BASIS_MODEL_TYPE = "config.json", "frozencore_basis_model"
+MODEL_CONFIG = "config.json"
 IN_A_RUN = "adapter"  # the adapter's folder inside a run's
 COMPRESSION_FILE = "compress.json"  # what each adapter keeps, beside the basis of `frozencore compress`
 BASIS_FOLDER, RUN_FILE = "basis", "run.yaml"  # the given options of a run, in the form of --config

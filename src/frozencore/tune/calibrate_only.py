@@ -63,7 +63,7 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
         calibration = calibrate(model, batches, options=config.method.calibration, progress=progress)
 
         def save() -> None:
-            read = calibrated_on(config.method, config.rows, inputs.rows, CalibrationSummary.of(calibration))
+            read = calibrated_on(config, inputs.rows, CalibrationSummary.of(calibration))
             try:
                 save_adapter(config.method.entry, model, out / ADAPTER, out)
                 save_basis(model, out / BASIS, calibrated_on=read)

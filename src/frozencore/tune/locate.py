@@ -8,7 +8,7 @@ from pathlib import Path
 from unicodedata import normalize
 
 from frozencore.errors import ConfigError, DataError, ModelError
-from frozencore.files.adapter_folder import RESERVED, name_on_disk, require_header, require_tenant_name
+from frozencore.files.adapter_folder import MODEL_CONFIG, RESERVED, name_on_disk, require_header, require_tenant_name
 from frozencore.files.gguf_file import cache_folder, find_gguf
 from frozencore.files.hub import is_hub_id, safe_loading
 from frozencore.files.strict_yaml import read_yaml
@@ -19,7 +19,6 @@ from frozencore.tune.rows.forms import require_rows
 from frozencore.tune.rows.row_sources import KINDS, RowFile, row_file
 from frozencore.tune.rows.sources import is_named
 
-MODEL_CONFIG = "config.json"
 _PART = re.compile(
     r"(?P<name>.+)[._-](train|training|eval|evaluation|test|valid|validation|dev|held-?out)", re.IGNORECASE
 )

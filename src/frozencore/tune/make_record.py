@@ -14,11 +14,9 @@ from frozencore.text import accuracy_in_words
 from frozencore.tune.adapt import Adapted
 from frozencore.tune.calibration_record import CalibrationSummary
 from frozencore.tune.config import RunConfig
-from frozencore.tune.config_parts import RowsConfig
 from frozencore.tune.cost import PeakMemory
 from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Inputs
-from frozencore.tune.methods import MethodConfig
 from frozencore.tune.record import (
     RECORD_FORMAT,
     Hashes,
@@ -124,15 +122,14 @@ def headline(score: Score) -> dict[str, float | str]:
     return {**accuracy, "held-out nats per token": score.held_out_loss}
 
 
-def calibrated_on(
-    method: MethodConfig, config: RowsConfig, rows: RunRows, calibration: CalibrationSummary | None
-) -> str | None:
+def calibrated_on(config: RunConfig, rows: RunRows, calibration: CalibrationSummary | None) -> str | None:
     """Describe the calibration data for the model card; None if no data were read."""
-    if method.basis is not None:
-        return read_header(method.basis).calibrated_on
+    if config.method.basis is not None:
+        return read_header(config.method.basis).calibrated_on
     if calibration is None:
         return None
-    read = (config.calibration_data,) if config.calibration_data else config.sources
+    given = config.rows
+    read = (given.calibration_data,) if given.calibration_data else given.sources
     sources = " and ".join(find_source(one).name if is_named(one) else named(one) for one in read)
     return f"{len(rows.calibration)} rows of {sources}, {calibration.num_tokens:,} tokens"
 

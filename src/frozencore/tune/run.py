@@ -186,7 +186,7 @@ def _save(
     (before, after), method = scores, config.method.entry
     save_adapter(method, adapted.model, out / ADAPTER, out / START, core)
     if method.has_bases:
-        rows = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
+        rows = calibrated_on(config, inputs.rows, adapted.made.calibration)
         write_model_card(out / ADAPTER, calibration=rows, scores=headline(after))
     if after.task is not None:
         write_lines(out / PREDICTIONS, map(asdict, after.predictions))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -195,21 +195,20 @@ def targets_for_peft(
 
 
 def misloaded_layers(
-    config: Mapping[str, Any] | PeftConfig, tensors: Mapping[str, Tensor], model: nn.Module
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module
 ) -> tuple[set[str], str | None]:
     """Load a LoRA onto a copy of a model without weights as PEFT does.
 
     Returns:
         The layers whose factors differ after loading, and the reason; the reason is None if PEFT loads the LoRA right.
     """
-    if not isinstance(config, PeftConfig):
-        given = {key: copy.deepcopy(value) for key, value in config.items() if key in LoraConfig.__dataclass_fields__}
-        config = LoraConfig(**{**given, "peft_type": "LORA"})  # PEFT changes its values
+    given = {key: copy.deepcopy(value) for key, value in config.items() if key in LoraConfig.__dataclass_fields__}
+    lora = LoraConfig(**{**given, "peft_type": "LORA"})  # PEFT changes its values
     layers = {_layer(key) for key in tensors}
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            loaded = get_peft_model(copy.deepcopy(model), config, low_cpu_mem_usage=True)
+            loaded = get_peft_model(copy.deepcopy(model), lora, low_cpu_mem_usage=True)
             result = set_peft_model_state_dict(loaded, dict(tensors), low_cpu_mem_usage=True)
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
         return set(), f"PEFT refuses it: {one_line(error, 300)}"

@@ -36,11 +36,11 @@ from frozencore.adapter.export.lora import (
 )
 from frozencore.adapter.folders import read_basis
 from frozencore.errors import ArtifactError, ModelError
-from frozencore.files.adapter_folder import BASIS_MODEL_TYPE, CONFIG_FILE, MODEL_CONFIG, WEIGHTS_FILE
+from frozencore.files.adapter_folder import CONFIG_FILE, MODEL_CONFIG, WEIGHTS_FILE
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.hub import safe_loading
 from frozencore.text import one_line
-from frozencore_basis_model import ENTRY, config_class
+from frozencore_basis_model import ENTRY, MODEL_TYPE, config_class
 
 CODE_FILE, CORE = "frozencore_basis_model.py", "core"
 # With this name vLLM and SGLang use the model that AutoModel builds, without options.
@@ -139,7 +139,7 @@ def require_fits(basis: Basis, origin: Path, model: Any, base: str) -> None:
 
 def _with_basis(model: Any, basis: Basis) -> Any:
     """The same model, its tensors not copied, with P, Q and cores of zeros."""
-    values = {**model.config.to_dict(), "model_type": BASIS_MODEL_TYPE}
+    values = {**model.config.to_dict(), "model_type": MODEL_TYPE}
     values[ENTRY] = {
         "config": type(model.config).__name__,
         "ranks": basis.ranks,

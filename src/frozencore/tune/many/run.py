@@ -206,7 +206,7 @@ def saved_template(config: RunConfig, inputs: Inputs, adapted: Adapted, folder: 
         inputs: Their rows are those of the calibration.
     """
     save_adapter(config.method.entry, adapted.model, folder / ADAPTER, folder / START)
-    source = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
+    source = calibrated_on(config, inputs.rows, adapted.made.calibration)
     write_model_card(folder / ADAPTER, calibration=source, scores=headline(Score(0.0)))
     return read_adapter(folder / ADAPTER)
 
@@ -401,7 +401,7 @@ def adapt_for_all(
         if is_first():
             write_text(out / RUN_FILE, options)
         write_json(file, Manifest(identity=identity).content())
-        source = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
+        source = calibrated_on(config, inputs.rows, adapted.made.calibration)
         saved = save_basis(adapted.model, folder, calibrated_on=source, overwrite=True)
         whole = Manifest(identity=identity, basis=saved, made=adapted.made)
         write_json(file, whole.content())

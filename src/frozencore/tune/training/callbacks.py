@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from frozencore.distributed import largest_over_ranks, wait_for_all
+from frozencore.distributed import all_gather, wait_for_all
 from frozencore.errors import DivergenceError, TrainingError
 from frozencore.text import Progress
 from frozencore.tune.record import SelectedCheckpoint, StepScored
@@ -170,7 +170,7 @@ class Saving(TrainerCallback):
         self._stop_if_asked(control)
 
     def _stop_if_asked(self, control: TrainerControl) -> None:
-        if largest_over_ranks(int(self.stop())):
+        if any(all_gather(self.stop())):
             control.should_save = control.should_training_stop = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
