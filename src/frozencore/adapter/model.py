@@ -37,7 +37,7 @@ from frozencore.calibration.preserve import disable_bnb_repacking
 from frozencore.constructors import LayerData, build_basis
 from frozencore.distributed import check_same_call, require_same_bases
 from frozencore.errors import ArtifactError, ConfigError, ModelError
-from frozencore.files.fingerprint import base_names
+from frozencore.unwrapped_model import base_names
 
 
 class FrozenCoreModel(BaseTuner):

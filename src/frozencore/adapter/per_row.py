@@ -35,8 +35,8 @@ from frozencore.calibration.axes import (
     small_tokens,
 )
 from frozencore.errors import ConfigError
-from frozencore.files.fingerprint import base_of
 from frozencore.quiet import with_attributes
+from frozencore.unwrapped_model import base_of
 
 BASE_ROW = "__base__"  # PEFT's name for "no adapter"
 ADAPTED = (FrozenCoreLinear, AuxiliaryTrainingWrapper)

@@ -49,10 +49,10 @@ from frozencore.calibration.hooks import (
 from frozencore.calibration.preserve import calibration_mode
 from frozencore.device import execution_device, to_device
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.files.fingerprint import base_of
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.text import Progress, no_progress
+from frozencore.unwrapped_model import base_of
 
 
 def completion_loss(

@@ -25,12 +25,13 @@ from torch.utils._pytree import tree_leaves
 
 from frozencore.adapter.layer import layer_shape
 from frozencore.device import memory_of, resolve_device
-from frozencore.files.fingerprint import base_tensors, stored_tensors
+from frozencore.files.fingerprint import stored_tensors
 from frozencore.tune.adapters import add_adapter, targeted_layers
 from frozencore.tune.config_parts import ModelConfig
 from frozencore.tune.load import Base, load_config, load_tokenizer, run_dtype, without_weights
 from frozencore.tune.methods import METHODS, MethodConfig, Targets
 from frozencore.tune.training.callbacks import total_bytes
+from frozencore.unwrapped_model import base_tensors
 
 ADAM_STATES = 2  # first and second moment
 

@@ -30,10 +30,10 @@ from frozencore.adapter.folders import SavedAdapter, read_adapter
 from frozencore.adapter.layer import is_linear, layer_shape
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError, ModelError
 from frozencore.files.atomic_write import atomic_folder
-from frozencore.files.fingerprint import base_of
 from frozencore.files.gguf_file import full_name
 from frozencore.files.hub import begins_as_path, safe_loading, why_unreadable
 from frozencore.text import one_line
+from frozencore.unwrapped_model import base_of
 
 _TOKENIZER = "tokenizer_config.json"
 

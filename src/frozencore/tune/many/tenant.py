@@ -22,7 +22,6 @@ from frozencore.adapter.core import Core
 from frozencore.calibration.preserve import own_random_state, without_randomness
 from frozencore.device import run_unless_oom
 from frozencore.errors import TrainingError
-from frozencore.files.fingerprint import base_of
 from frozencore.maths.linalg import all_finite
 from frozencore.quiet import with_attributes
 from frozencore.text import Progress, no_progress
@@ -44,6 +43,7 @@ from frozencore.tune.training.checkpoints import Stop, defer_stop
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport
 from frozencore.tune.training.trainer import group_by_length, overhead_tokens_of
+from frozencore.unwrapped_model import base_of
 
 
 @dataclass(frozen=True)

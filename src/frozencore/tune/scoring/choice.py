@@ -16,7 +16,6 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from frozencore.errors import ModelError
-from frozencore.files.fingerprint import base_of
 from frozencore.text import Progress, no_progress
 from frozencore.tune.rows import ChoiceTokens, TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, pad, score_in_groups
@@ -29,6 +28,7 @@ from frozencore.tune.scoring.forward import (
     token_logprobs,
     vocabulary_of,
 )
+from frozencore.unwrapped_model import base_of
 
 
 def predict_choices(

@@ -13,7 +13,6 @@ from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 
 from frozencore.calibration.batches import stated_ids
 from frozencore.errors import DataError, ModelError
-from frozencore.files.fingerprint import base_of
 from frozencore.quiet import with_attributes
 from frozencore.text import Progress, no_progress
 from frozencore.tune.rows import TokenRow
@@ -21,6 +20,7 @@ from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.rows.token_batches import pad, score_in_groups
 from frozencore.tune.scoring.answers import parse_answer
 from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, forward_accepts, scoring_mode, vocabulary_of
+from frozencore.unwrapped_model import base_of
 
 SHORT = 16  # tokens of a completion, without its end token
 

@@ -17,10 +17,10 @@ from torch.nn.functional import cross_entropy
 from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.batches import IGNORED, predicted
 from frozencore.calibration.preserve import without_randomness
-from frozencore.files.fingerprint import base_of
 from frozencore.text import Progress, no_progress
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
+from frozencore.unwrapped_model import base_of
 
 NOT_FINITE = (
     "are not finite. Look for NaN in the weights of the model, and for a core that is too large in its adapter: "

@@ -24,7 +24,6 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 from frozencore.calibration.preserve import own_random_state, without_randomness
 from frozencore.distributed import broadcast_from_rank0, num_ranks, wait_for_all
 from frozencore.errors import ConfigError, TrainingError
-from frozencore.files.fingerprint import base_of
 from frozencore.quiet import with_attributes
 from frozencore.text import Progress, no_progress
 from frozencore.tune.record import SelectedCheckpoint, TrainedSteps
@@ -49,6 +48,7 @@ from frozencore.tune.training.trainer import (
     adapters_known,
     row_without_loss,
 )
+from frozencore.unwrapped_model import base_of
 
 LOGS = "logs"
 

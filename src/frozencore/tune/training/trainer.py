@@ -29,13 +29,13 @@ from frozencore.calibration.batches import IGNORED, predicted
 from frozencore.calibration.preserve import own_random_state
 from frozencore.distributed import num_ranks
 from frozencore.errors import DivergenceError, ModelError
-from frozencore.files.fingerprint import base_of
 from frozencore.quiet import with_attributes
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.scoring.forward import forward_accepts
 from frozencore.tune.training.callbacks import LossMonitor, Selection, best_score, scores_in
 from frozencore.tune.training.recipe import LEADS, Recipe
+from frozencore.unwrapped_model import base_of
 
 RowCollator = Callable[[Sequence[TokenRow]], dict[str, Any]]
 
