@@ -1,4 +1,4 @@
-"""Text on one line, sizes, times and names for users, and the progress of long steps."""
+"""Text on one line, sizes, times and names for users."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from math import sqrt
-from typing import Protocol, runtime_checkable
 from unicodedata import category
 
 NORMAL_95 = 1.96  # deviations of a normal distribution on each side of its middle 95 %
@@ -97,24 +96,3 @@ def unknown_name(kind: str, came: str, known: Iterable[str]) -> str:
     nearest = nearest_name(came, names)
     guess = f"Did you mean {nearest!r}? " if nearest else ""
     return f"There is no {kind} {came!r}. {guess}Known: {', '.join(names)}."
-
-
-@runtime_checkable
-class Progress(Protocol):
-    """A function of a stage's name, the steps done, their total if known, and a short note (``"loss 0.412"``)."""
-
-    def __call__(self, stage: str, done: int, total: int | None, note: str = "", /) -> None: ...
-
-
-def no_progress(stage: str, done: int, total: int | None, note: str = "", /) -> None:
-    """Report to nobody."""
-
-
-def as_stage(progress: Progress, name: str) -> Progress:
-    """Wrap a progress so that all reports appear as one stage of this name."""
-    return lambda _, done, total, note="": progress(name, done, total, note)
-
-
-def with_note(progress: Progress, note: str) -> Progress:
-    """Wrap a progress so that reports without a note get this note."""
-    return lambda stage, done, total, own="": progress(stage, done, total, own or note)

@@ -30,8 +30,8 @@ from frozencore.distributed import all_gather, check_same_call, raise_on_any_ran
 from frozencore.errors import CalibrationError, ModelError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import LayerMoments
+from frozencore.progress import Progress
 from frozencore.quiet import with_attributes
-from frozencore.text import Progress
 
 
 @torch.inference_mode(False)  # P and Q are kept, and a backward pass reads them

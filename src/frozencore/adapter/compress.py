@@ -48,7 +48,8 @@ from frozencore.maths.compress import (
     singular_energies,
 )
 from frozencore.maths.quantise import default_bits
-from frozencore.text import Progress, no_progress, num_of
+from frozencore.progress import Progress, no_progress
+from frozencore.text import num_of
 
 LEAVE_OUT = "Or leave it out: --skip-bad."
 SHOWN = 3  # names and reasons of an error

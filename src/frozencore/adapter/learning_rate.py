@@ -28,8 +28,8 @@ from frozencore.calibration.preserve import calibration_mode
 from frozencore.device import execution_device
 from frozencore.distributed import raise_on_any_rank, sum_over_ranks
 from frozencore.maths.basis import LayerBasis
+from frozencore.progress import Progress, no_progress
 from frozencore.quiet import with_attributes
-from frozencore.text import Progress, no_progress
 
 FISHER_STEP = 0.8
 """c: the longest step in the Fisher metric, chosen on the models and data sets of docs/learning-rate.md."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.calibration.collect import collect_moments, share_of
+from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.hooks import LossFn
 from frozencore.constructors import DEFAULT, BasisOptions, LayerData, build_basis, find_constructor
 from frozencore.device import run_unless_oom
@@ -24,7 +24,7 @@ from frozencore.errors import CalibrationError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_or_none
 from frozencore.maths.moments import LayerMoments, MomentName
-from frozencore.text import Progress
+from frozencore.progress import Progress, share_of
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from frozencore.device import execution_device, to_device
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
-from frozencore.text import Progress, no_progress
+from frozencore.progress import Progress, no_progress, share_of
 from frozencore.unwrapped_model import base_of
 
 
@@ -249,17 +249,6 @@ def collect_moments(
             way_out = f"If the rows do not use it, name the other layers in full, such as {reached!r}."
         raise CalibrationError(f"Layer {unreached[0]!r} ({len(unreached)} in all) received no counted token. {way_out}")
     return moments
-
-
-def share_of(progress: Progress, index: int, num_passes: int) -> Progress:
-    """The progress report of one pass, scaled to its share of all passes."""
-    if num_passes == 1:
-        return progress
-
-    def report(stage: str, done: int, total: int | None, _: str = "") -> None:
-        progress(stage, done + index * (total or 0), total * num_passes if total is not None else None)
-
-    return report
 
 
 def _run_pass(

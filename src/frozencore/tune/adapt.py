@@ -29,8 +29,9 @@ from frozencore.maths.basis import LayerBasis
 from frozencore.maths.capture import Capture, capture_or_none
 from frozencore.maths.moments import LayerMoments
 from frozencore.options import COMMAND_NAMES, without_lists
+from frozencore.progress import Progress
 from frozencore.quiet import collect_warnings
-from frozencore.text import Progress, flag_of, one_line
+from frozencore.text import flag_of, one_line
 from frozencore.tune.adapters import add_adapter, keep_start
 from frozencore.tune.calibration_record import Alignment, CalibratedAdapter, CalibrationSummary
 from frozencore.tune.config import RunConfig

@@ -12,7 +12,7 @@ from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.distributed import broadcast_from_rank0, raise_on_any_rank
 from frozencore.errors import ConfigError
 from frozencore.files.atomic_write import remove_left, require_writable
-from frozencore.text import Progress
+from frozencore.progress import Progress
 from frozencore.tune.adapt import own_share
 from frozencore.tune.adapters import add_adapter, save_adapter
 from frozencore.tune.calibration_record import CalibrationSummary

@@ -13,7 +13,7 @@ from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.swap import round_core, swap_core
 from frozencore.errors import ConfigError, DivergenceError
 from frozencore.files.adapter_folder import adapter_in, folder_of, require_tenant_name
-from frozencore.text import Progress, as_stage
+from frozencore.progress import Progress, as_stage
 from frozencore.tune.adapt import rate_for
 from frozencore.tune.adapters import add_adapter, save_adapter
 from frozencore.tune.config import make_config

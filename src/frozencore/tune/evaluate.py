@@ -29,7 +29,8 @@ from frozencore.adapter.low_rank_adapter import changes_base
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.atomic_write import require_writable, write_json, write_lines
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
-from frozencore.text import Progress, as_stage, num_of, one_line
+from frozencore.progress import Progress, as_stage
+from frozencore.text import num_of, one_line
 from frozencore.tune.config_parts import RowsConfig
 from frozencore.tune.folder import PREDICTIONS, RECORD, locked, record_of_run, require_new
 from frozencore.tune.load import Base, load_model, make_encoder, require_embedded

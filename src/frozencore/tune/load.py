@@ -21,7 +21,8 @@ from frozencore.device import computes_fast, memory_of, resolve_device
 from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_file import full_name
 from frozencore.files.hub import safe_loading, why_unreadable
-from frozencore.text import Progress, num_of
+from frozencore.progress import Progress
+from frozencore.text import num_of
 from frozencore.tune.adapters import default_targets, targeted_layers
 from frozencore.tune.config_parts import ModelConfig, RowsConfig, ScoringConfig
 from frozencore.tune.locate import model_location

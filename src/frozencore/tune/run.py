@@ -22,7 +22,7 @@ from frozencore.errors import DivergenceError, ModelError
 from frozencore.files.atomic_write import write_json, write_lines, write_text
 from frozencore.files.fingerprint import fingerprint_tensors, fingerprints_of
 from frozencore.options import fingerprint_options
-from frozencore.text import Progress, as_stage
+from frozencore.progress import Progress, as_stage
 from frozencore.tune.adapt import (
     Adapted,
     Precomputed,

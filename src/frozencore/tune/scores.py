@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from frozencore.text import Progress, as_stage, with_note
+from frozencore.progress import Progress, as_stage, with_note
 from frozencore.tune.config_parts import ScoringConfig
 from frozencore.tune.load import Inputs
 from frozencore.tune.rows import TokenRow

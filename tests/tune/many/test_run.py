@@ -23,7 +23,7 @@ from forked import start
 from frozencore import FrozenCoreConfig, basis_id, calibrate, load_basis
 from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.errors import ArtifactError, ConfigError, DataError, TrainingError
-from frozencore.text import Progress
+from frozencore.progress import Progress
 from frozencore.tune.adapt import Precomputed
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import make_config

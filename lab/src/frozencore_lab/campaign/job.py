@@ -17,7 +17,7 @@ from pydantic_core import core_schema
 from frozencore.constructors import constructors_reading
 from frozencore.errors import ConfigError
 from frozencore.options import fingerprint_options
-from frozencore.text import Progress
+from frozencore.progress import Progress
 from frozencore.tune.config import ALIASES, PLACES, RunConfig, make_config
 from frozencore.tune.methods import Method
 from frozencore.tune.rows.row_sources import STANDARD_INPUT

@@ -18,7 +18,7 @@ from frozencore.maths.basis import LayerBasis
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.options import fingerprint_options
-from frozencore.text import Progress
+from frozencore.progress import Progress
 from frozencore.tune.adapt import Precomputed
 from frozencore.tune.adapters import add_adapter, targeted_layers
 from frozencore.tune.config import RunConfig

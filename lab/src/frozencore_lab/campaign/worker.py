@@ -12,7 +12,8 @@ from typing import TextIO
 
 from frozencore.device import is_out_of_memory
 from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
-from frozencore.text import Progress, one_line
+from frozencore.progress import Progress
+from frozencore.text import one_line
 from frozencore.tune.config_parts import ModelConfig
 from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Base, load

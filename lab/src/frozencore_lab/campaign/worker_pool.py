@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from frozencore.device import torch
 from frozencore.errors import ArtifactError
+from frozencore.progress import Progress
 from frozencore.quiet import ignore_known_warnings
-from frozencore.text import Progress
 
 if TYPE_CHECKING:
     from frozencore_lab.campaign.job import Job

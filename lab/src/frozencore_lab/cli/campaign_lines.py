@@ -18,7 +18,8 @@ from frozencore.cli.display import table_of
 from frozencore.cli.stages import LABELS
 from frozencore.device import resolve_device
 from frozencore.errors import ConfigError, TrainingError
-from frozencore.text import Progress, num_of, time_in_words
+from frozencore.progress import Progress
+from frozencore.text import num_of, time_in_words
 from frozencore.tune.locate import require_data_root
 from frozencore.tune.record import Failure, RunRecord
 from frozencore_lab.campaign.driver import drive

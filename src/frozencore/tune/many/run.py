@@ -26,7 +26,8 @@ from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.adapter_folder import MANIFEST_FILE, RUN_FILE, UNFINISHED_FOLDER
 from frozencore.files.atomic_write import atomic_folder, remove_left, write_json, write_text
 from frozencore.files.fingerprint import fingerprint_tensors, fingerprints_of
-from frozencore.text import Progress, as_stage, num_of, one_line
+from frozencore.progress import Progress, as_stage
+from frozencore.text import num_of, one_line
 from frozencore.tune.adapt import Adapted, adapt, starting_core, undone_by_rounding, with_rate
 from frozencore.tune.adapters import save_adapter
 from frozencore.tune.calibration_record import CalibratedAdapter

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.bank import CoreStack
-from frozencore.text import Progress, no_progress
+from frozencore.progress import Progress, no_progress
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.scoring.forward import nats_of_rows
 from frozencore.tune.training.callbacks import total_bytes

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from frozencore.distributed import assign_owners
 from frozencore.errors import ConfigError, FrozenCoreError
-from frozencore.text import Progress, no_progress, num_of
+from frozencore.progress import Progress, no_progress
+from frozencore.text import num_of
 from frozencore.tune.adapt import on_named_basis
 from frozencore.tune.config import RunConfig
 from frozencore.tune.load import Base, Inputs, load, prepare, require_embedded

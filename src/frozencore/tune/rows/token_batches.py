@@ -15,7 +15,7 @@ from frozencore.calibration.batches import IGNORED, Batch
 from frozencore.calibration.calibration_options import BATCH_SIZE
 from frozencore.device import run_unless_oom
 from frozencore.errors import ModelError
-from frozencore.text import Progress, no_progress
+from frozencore.progress import Progress, no_progress
 from frozencore.tune.rows import TokenRow
 
 LOGITS_BUDGET = 2**26  # values held at once: 256 MiB of float32

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from frozencore.errors import ModelError
-from frozencore.text import Progress, no_progress
+from frozencore.progress import Progress, no_progress
 from frozencore.tune.rows import ChoiceTokens, TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, pad, score_in_groups
 from frozencore.tune.scoring.forward import (

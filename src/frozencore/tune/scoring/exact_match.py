@@ -13,8 +13,8 @@ from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 
 from frozencore.calibration.batches import stated_ids
 from frozencore.errors import DataError, ModelError
+from frozencore.progress import Progress, no_progress
 from frozencore.quiet import with_attributes
-from frozencore.text import Progress, no_progress
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.rows.token_batches import pad, score_in_groups

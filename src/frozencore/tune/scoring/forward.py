@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.batches import IGNORED, predicted
 from frozencore.calibration.preserve import without_randomness
-from frozencore.text import Progress, no_progress
+from frozencore.progress import Progress, no_progress
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
 from frozencore.unwrapped_model import base_of

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from frozencore.errors import DataError, ModelError
-from frozencore.text import Progress, no_progress, with_note
+from frozencore.progress import Progress, no_progress, with_note
 from frozencore.tune.record import RowLosses, TaskScore
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder

@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from frozencore.distributed import all_gather, wait_for_all
 from frozencore.errors import DivergenceError, TrainingError
-from frozencore.text import Progress
+from frozencore.progress import Progress
 from frozencore.tune.record import SelectedCheckpoint, StepScored
 from frozencore.tune.training.checkpoints import Stop, is_whole, mark_whole
 
