@@ -65,7 +65,7 @@ from frozencore.files.fingerprint import fingerprint_model
 from frozencore.maths.compress import compress, core_of
 from frozencore.maths.quantise import levels, quantise
 from frozencore.tune.adapt import rate_for
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, calibration_batches
 from frozencore.tune.training.recipe import Recipe
 from frozencore_lab.reports.statistics import holm, signed_rank

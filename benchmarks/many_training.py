@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 from contestants import UNCALIBRATED, adapter_config, random_qwen2
 from frozencore.tune.many.tenant import Tenant, train_many
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, row_costs
 from frozencore.tune.scoring.forward import row_losses, row_sizes
 from frozencore.tune.training.recipe import Recipe

@@ -29,7 +29,7 @@ from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune.calibration_record import CalibrationSummary
 from frozencore.tune.many.slots import held_out_losses
 from frozencore.tune.many.tenant import Tenant, train_many
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.rows.token_batches import calibration_batches
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from frozencore.tune.rows import RawRow, Row
+from frozencore.tune.rows.row import RawRow, Row
 from frozencore_lab.tasks.registry import find_task
 from frozencore_lab.tasks.task import Split, question_of
 

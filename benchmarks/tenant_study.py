@@ -38,8 +38,8 @@ from frozencore.tune.many.tenant import Tenant as CoreTenant
 from frozencore.tune.many.tenant import Trained, train_many
 from frozencore.tune.methods import METHODS, MethodConfig
 from frozencore.tune.provenance import Provenance
-from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.row import Row, TokenRow
 from frozencore.tune.rows.splits import calibration_rows
 from frozencore.tune.rows.token_batches import calibration_batches
 from frozencore.tune.scoring.choice import predict_choices

@@ -59,7 +59,7 @@ from frozencore.maths.compress import compress
 from frozencore.maths.linalg import complete_orthonormal, seeded_generator
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.tune.many.slots import held_out_losses
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from harness import parser_of, study_file
 from tenant_rows import QUICK_TENANTS, TENANTS, make_tenants, manifest_of
 from tenant_study import (

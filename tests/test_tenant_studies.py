@@ -13,8 +13,8 @@ import torch
 from fixtures import ROOT
 from frozencore.tune.load import load_model
 from frozencore.tune.many.slots import held_out_losses
-from frozencore.tune.rows import Row
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.row import Row
 from frozencore.tune.scoring.exact_match import complete
 
 

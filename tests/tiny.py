@@ -48,7 +48,7 @@ from frozencore.constructors import CONSTRUCTORS, BasisOptions, Constructor, Lay
 from frozencore.maths.basis import LayerBasis, basis_from_factors
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.options import Bounds
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from references import Array, Evidence
 
 VOCABULARY = 40

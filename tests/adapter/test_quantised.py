@@ -21,7 +21,7 @@ from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_lora, e
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ModelError
 from frozencore.files.fingerprint import fingerprint_model
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train as train_by_recipe
 from references import numpy_of, reference_moments

@@ -39,7 +39,7 @@ from forked import as_ranks, ended
 from frozencore import FrozenCoreConfig, calibrate, get_basis, save_basis, set_basis
 from frozencore.tune.cost import num_trainable
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from tiny import (

@@ -35,8 +35,8 @@ from frozencore.tune.folder import locked
 from frozencore.tune.load import load_model, require_embedded
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import EvaluationRecord, TaskScore
-from frozencore.tune.rows import ChoiceTokens, Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
+from frozencore.tune.rows.row import ChoiceTokens, Row, TokenRow
 from frozencore.tune.scoring import answers
 from frozencore.tune.scoring.forward import Prediction
 from frozencore.tune.scoring.score import ScoredRows, held_out_loss, score_rows

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.scoring.exact_match import generate_greedily
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train

@@ -11,8 +11,8 @@ import pytest
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.tune.config import RunConfig, make_config
-from frozencore.tune.rows import Row
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.row import Row
 from frozencore.tune.run_rows import RowCache, RunRows, encoded, prepare_rows
 from input_files import write_rows, write_task
 

@@ -13,7 +13,7 @@ from fixtures import LAB
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import SelectedCheckpoint, TunedRecord
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.run import execute
 from frozencore.tune.scores import sample_rows
 from frozencore.tune.scoring.score import score_rows

@@ -14,8 +14,8 @@ from frozencore.errors import NoRowsError
 from frozencore.options import options_of
 from frozencore.tune.config import RunConfig
 from frozencore.tune.config_parts import RowsConfig
-from frozencore.tune.rows import Row
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.row import Row
 from frozencore.tune.rows.splits import Splits
 from frozencore.tune.run_rows import drawn_for_run, prepare_rows
 from frozencore_lab.campaign import results

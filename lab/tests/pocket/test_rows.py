@@ -12,7 +12,7 @@ import pytest
 
 from corpus import documents
 from frozencore.errors import DataError
-from frozencore.tune.rows import Row
+from frozencore.tune.rows.row import Row
 from frozencore_lab.tasks.pocket_tasks import POCKET_TASKS
 from frozencore_lab.tasks.task import Split, Task
 from generated_rows import GENERATORS, RowGenerator

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from frozencore.errors import DataError
-from frozencore.tune.rows import Row
+from frozencore.tune.rows.row import Row
 from frozencore.tune.rows.splits import calibration_rows
 from frozencore_lab.tasks.registry import TASKS
 from frozencore_lab.tasks.task import Split, Task, question_of

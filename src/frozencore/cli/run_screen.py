@@ -34,7 +34,7 @@ from frozencore.tune.load import Inputs, prepare, resolve_targets, without_weigh
 from frozencore.tune.many.run import tenant_of
 from frozencore.tune.many.tenant_rows import read_tenants, tenants_of
 from frozencore.tune.record import TunedRecord
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.run import recipe_of
 from frozencore.tune.training.recipe import FEWEST_STEPS, require_reporters
 

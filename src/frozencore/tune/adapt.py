@@ -39,7 +39,7 @@ from frozencore.tune.cost import model_bytes
 from frozencore.tune.folder import CALIBRATION
 from frozencore.tune.load import Inputs
 from frozencore.tune.methods import Method, MethodConfig, Targets, core_options
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.rows.token_batches import make_batches
 from frozencore.tune.training.recipe import Recipe
 

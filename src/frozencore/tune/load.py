@@ -28,7 +28,6 @@ from frozencore.tune.config_parts import ModelConfig, RowsConfig, ScoringConfig
 from frozencore.tune.locate import model_location
 from frozencore.tune.methods import MethodConfig, Targets
 from frozencore.tune.processes import num_started
-from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import (
     PROTOCOL_MAX_LENGTH,
     LossOn,
@@ -38,6 +37,7 @@ from frozencore.tune.rows.prompts import (
     context_limit,
     unknown_share,
 )
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.rows.token_batches import calibration_batches
 from frozencore.tune.run_rows import RowCache, RunRows, prepare_rows
 

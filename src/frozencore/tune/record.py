@@ -19,8 +19,8 @@ from frozencore.tune.calibration_record import Alignment, CalibrationSummary
 from frozencore.tune.config import RunConfig
 from frozencore.tune.provenance import Provenance as Provenance
 from frozencore.tune.record_part import Count, Finite, RecordPart, rounded
-from frozencore.tune.rows import CONTROL, NOT_WRITTEN, OTHER_PROMPT
 from frozencore.tune.rows.prompts import TooLong
+from frozencore.tune.rows.row import CONTROL, NOT_WRITTEN, OTHER_PROMPT
 from frozencore.tune.rows.row_sources import in_words
 
 RECORD_FORMAT: Final = 1

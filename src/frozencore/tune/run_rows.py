@@ -16,9 +16,9 @@ from frozencore.options import fingerprint_options
 from frozencore.text import num_of
 from frozencore.tune.config_parts import RowsConfig, ScoringConfig
 from frozencore.tune.record import ReadRows, SourceRows, UsedRows
-from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.forms import BEYOND, TOO_LONG, EncodedSource, read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.row import Row, TokenRow
 from frozencore.tune.rows.row_sources import named
 from frozencore.tune.rows.sources import Scoring, find_source, is_named
 from frozencore.tune.rows.splits import SPLIT_SEED, Splits, calibration_rows, hold_out

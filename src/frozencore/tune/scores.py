@@ -10,7 +10,7 @@ from torch import nn
 from frozencore.progress import Progress, as_stage, with_note
 from frozencore.tune.config_parts import ScoringConfig
 from frozencore.tune.load import Inputs
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.scoring.exact_match import complete
 from frozencore.tune.scoring.forward import Prediction
 from frozencore.tune.scoring.score import Score, held_out_loss, score_rows

@@ -8,8 +8,8 @@ from torch import nn
 
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.rows import Row
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.row import Row
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.exact_match import generate_greedily
 from frozencore_lab.tasks.pocket_tasks import POCKET_TASKS

@@ -19,10 +19,10 @@ from torch.nn.functional import cross_entropy
 
 from fixtures import CHAT_TEMPLATE
 from frozencore.errors import DataError
-from frozencore.tune.rows import NOT_WRITTEN, Row, TokenRow
 from frozencore.tune.rows.chat_template import added_tokens
 from frozencore.tune.rows.conversations import SYSTEM_FOLDED
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.row import NOT_WRITTEN, Row, TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, labels_of
 from frozencore.tune.scoring.exact_match import complete
 from frozencore.tune.scoring.score import held_out_loss

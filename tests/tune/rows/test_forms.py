@@ -17,10 +17,10 @@ from pyarrow import parquet
 from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.tune.config import make_config
 from frozencore.tune.locate import require_files
-from frozencore.tune.rows import Row
 from frozencore.tune.rows.conversations import RenderedRow
 from frozencore.tune.rows.forms import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.row import Row
 from small_runs import inputs_of
 
 PAIR = {"prompt": "Capital of France?", "completion": " Paris"}

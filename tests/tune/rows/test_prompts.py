@@ -18,8 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from frozencore.errors import ConfigError, DataError, ModelError, NoRowsError
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, context_limit, unknown_share, with_fixed_date
+from frozencore.tune.rows.row import Row, TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, group_rows, make_batches
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore_lab.tasks.registry import find_task

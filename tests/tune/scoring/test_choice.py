@@ -14,8 +14,8 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from families import make
 from frozencore.errors import ModelError
-from frozencore.tune.rows import ChoiceTokens, Row
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.row import ChoiceTokens, Row
 from frozencore.tune.scoring.choice import (
     can_share_prefix,
     choice_logprobs,

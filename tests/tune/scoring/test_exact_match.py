@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 
 from frozencore.errors import ModelError
 from frozencore.tune.load import load_model
-from frozencore.tune.rows import Row
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.row import Row
 from frozencore.tune.scoring.exact_match import complete, generate_greedily, predict_numbers
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train

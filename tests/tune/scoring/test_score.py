@@ -18,8 +18,8 @@ from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import TaskScore
-from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.row import Row, TokenRow
 from frozencore.tune.rows.sources import Scoring
 from frozencore.tune.rows.token_batches import LOGITS_BUDGET, score_in_groups
 from frozencore.tune.run import execute

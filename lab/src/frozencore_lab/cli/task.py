@@ -13,7 +13,7 @@ from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError
 from frozencore.files.atomic_write import write_lines
 from frozencore.tune.folder import require_new
-from frozencore.tune.rows import Row
+from frozencore.tune.rows.row import Row
 from frozencore_lab.tasks.registry import TASKS, find_task
 
 PARTS = ("train", "validation", "evaluation")

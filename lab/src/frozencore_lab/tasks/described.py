@@ -26,7 +26,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.tune.rows import RawRow, Row, text_field, texts_field
+from frozencore.tune.rows.row import RawRow, Row, text_field, texts_field
 from frozencore.tune.rows.row_sources import read_source
 from frozencore.tune.scoring.answers import find_answer, parse_answer, parse_number
 from frozencore_lab.tasks.task import Origin, Split, Task

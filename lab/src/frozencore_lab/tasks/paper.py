@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from frozencore.errors import DataError
-from frozencore.tune.rows import RawRow, Row, text_field, texts_field
+from frozencore.tune.rows.row import RawRow, Row, text_field, texts_field
 from frozencore.tune.scoring.answers import parse_answer, parse_number
 from frozencore_lab.tasks.described import Described, position_of
 from frozencore_lab.tasks.task import HubDataset, Split, Task

@@ -11,7 +11,7 @@ from pathlib import Path
 from frozencore.errors import ConfigError
 from frozencore.text import unknown_name
 from frozencore.tune.config import RunConfig
-from frozencore.tune.rows import RawRow, Row, text_field
+from frozencore.tune.rows.row import RawRow, Row, text_field
 from frozencore.tune.rows.sources import TASK, SourceKind
 from frozencore_lab.tasks.described import read_own_task
 from frozencore_lab.tasks.paper import PAPER_TASKS as PAPER_TASKS

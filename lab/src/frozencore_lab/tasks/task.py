@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from frozencore.errors import DataError, NoRowsError
-from frozencore.tune.rows import RawRow, Row
 from frozencore.tune.rows.forms import normal_form
+from frozencore.tune.rows.row import RawRow, Row
 from frozencore.tune.rows.sources import Scoring
 from frozencore.tune.rows.splits import SPLIT_SEED, Splits, hold_out, rank
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.bank import CoreStack
 from frozencore.progress import Progress, no_progress
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.scoring.forward import nats_of_rows
 from frozencore.tune.training.callbacks import total_bytes
 from frozencore.tune.training.recipe import MAX_GRAD_NORM

@@ -28,7 +28,7 @@ from frozencore.quiet import with_attributes
 from frozencore.tune.many.slots import TrainedSlots, held_out_losses
 from frozencore.tune.many.unfinished import Unfinished
 from frozencore.tune.record import StepScored, TrainedSteps
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, row_costs
 from frozencore.tune.scoring.forward import row_losses, row_sizes
 from frozencore.tune.training.callbacks import (

@@ -16,7 +16,7 @@ from frozencore.tune.config import RunConfig
 from frozencore.tune.load import Base, Inputs, load, prepare, require_embedded
 from frozencore.tune.locate import find_tenants
 from frozencore.tune.processes import num_started, own_number
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.rows.sources import is_named
 from frozencore.tune.rows.splits import calibration_rows
 from frozencore.tune.run_rows import SCORED_TOO, RunRows, other_calibration_rows

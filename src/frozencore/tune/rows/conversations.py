@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeVar
 
 from frozencore.errors import DataError
 from frozencore.text import HALF_A_CHARACTER
-from frozencore.tune.rows import NOT_WRITTEN, OTHER_PROMPT
 from frozencore.tune.rows.chat_template import ChatTemplate, Message, Messages, Span, special_tokens
+from frozencore.tune.rows.row import NOT_WRITTEN, OTHER_PROMPT
 from frozencore.tune.rows.row_sources import json_or_value
 
 LossOn = Literal["last", "all"]

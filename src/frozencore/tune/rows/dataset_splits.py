@@ -19,7 +19,7 @@ from frozencore.errors import DataError
 from frozencore.files.hub_client import hub_answers
 from frozencore.quiet import with_attributes
 from frozencore.text import one_line
-from frozencore.tune.rows import RawRow
+from frozencore.tune.rows.row import RawRow
 from frozencore.tune.rows.row_sources import row_file, rows_of_file
 from frozencore.tune.rows.tables import rows_of_arrow
 

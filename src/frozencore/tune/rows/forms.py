@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
-from frozencore.tune.rows import RawRow, Row, TokenRow, text_field, texts_field
 from frozencore.tune.rows.conversations import RenderedRow
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.row import RawRow, Row, TokenRow, text_field, texts_field
 from frozencore.tune.rows.row_sources import STANDARD_INPUT, first_rows, json_or_value, read_source, require_source
 
 SHAREGPT_ROLES = {

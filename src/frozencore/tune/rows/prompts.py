@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 from frozencore.errors import DataError, ModelError, NoRowsError
 from frozencore.text import num_of
-from frozencore.tune.rows import CONTROL, ChoiceTokens, Row, TokenRow
 from frozencore.tune.rows.chat_template import ChatTemplate, Messages, added_tokens, special_tokens, templates_of
 from frozencore.tune.rows.conversations import Conversation, LossOn, RenderedRow, shared_beginning
+from frozencore.tune.rows.row import CONTROL, ChoiceTokens, Row, TokenRow
 
 PromptStyle = Literal["auto", "chat", "plain"]
 TooLong = Literal["refuse", "cut", "skip"]

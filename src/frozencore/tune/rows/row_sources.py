@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from frozencore.errors import ConfigError, DataError
 from frozencore.text import nearest_name, one_line
-from frozencore.tune.rows import RawRow, require_once
+from frozencore.tune.rows.row import RawRow, require_once
 
 Data = str | tuple[str, ...]
 """One source, or several."""

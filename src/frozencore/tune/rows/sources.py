@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from frozencore.errors import LAB_MISSING, ConfigError
-from frozencore.tune.rows import Row
+from frozencore.tune.rows.row import Row
 from frozencore.tune.rows.splits import Splits
 
 Scoring = Literal["choice", "exact_match", "completion", "text"]

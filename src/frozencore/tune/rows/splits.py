@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from frozencore.tune.rows import Row, TokenRow
+from frozencore.tune.rows.row import Row, TokenRow
 
 SPLIT_SEED = 0
 VALIDATION_SHARE, HELD_OUT_MOST = 0.1, 500

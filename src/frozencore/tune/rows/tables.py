@@ -17,7 +17,7 @@ import pandas
 import pyarrow
 from pyarrow import ipc, parquet
 
-from frozencore.tune.rows import RawRow, require_once
+from frozencore.tune.rows.row import RawRow, require_once
 
 
 def decompressed(path: Path, compression: str) -> IO[bytes]:

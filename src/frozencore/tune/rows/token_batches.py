@@ -16,7 +16,7 @@ from frozencore.calibration.calibration_options import BATCH_SIZE
 from frozencore.device import run_unless_oom
 from frozencore.errors import ModelError
 from frozencore.progress import Progress, no_progress
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 
 LOGITS_BUDGET = 2**26  # values held at once: 256 MiB of float32
 CPU_TOKENS, GPU_TOKENS = 1024, 16384  # of a batch; on a CPU they fill the caches, because more is not faster

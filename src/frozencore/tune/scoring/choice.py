@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from frozencore.errors import ModelError
 from frozencore.progress import Progress, no_progress
-from frozencore.tune.rows import ChoiceTokens, TokenRow
+from frozencore.tune.rows.row import ChoiceTokens, TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, pad, score_in_groups
 from frozencore.tune.scoring.forward import (
     NOT_FINITE,

@@ -15,8 +15,8 @@ from frozencore.calibration.batches import stated_ids
 from frozencore.errors import DataError, ModelError
 from frozencore.progress import Progress, no_progress
 from frozencore.quiet import with_attributes
-from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.rows.token_batches import pad, score_in_groups
 from frozencore.tune.scoring.answers import parse_answer
 from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, forward_accepts, scoring_mode, vocabulary_of

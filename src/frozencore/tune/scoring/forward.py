@@ -18,7 +18,7 @@ from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.batches import IGNORED, predicted
 from frozencore.calibration.preserve import without_randomness
 from frozencore.progress import Progress, no_progress
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
 from frozencore.unwrapped_model import base_of
 

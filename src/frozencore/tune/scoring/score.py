@@ -14,8 +14,8 @@ from torch import nn
 from frozencore.errors import DataError, ModelError
 from frozencore.progress import Progress, no_progress, with_note
 from frozencore.tune.record import RowLosses, TaskScore
-from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.rows.sources import Scoring
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.exact_match import SHORT, complete, predict_numbers

@@ -27,7 +27,7 @@ from frozencore.errors import ConfigError, TrainingError
 from frozencore.progress import Progress, no_progress
 from frozencore.quiet import with_attributes
 from frozencore.tune.record import SelectedCheckpoint, TrainedSteps
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.callbacks import (
     EndedEarly,

@@ -30,7 +30,7 @@ from frozencore.calibration.preserve import own_random_state
 from frozencore.distributed import num_ranks
 from frozencore.errors import DivergenceError, ModelError
 from frozencore.quiet import with_attributes
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.scoring.forward import forward_accepts
 from frozencore.tune.training.callbacks import LossMonitor, Selection, best_score, scores_in
