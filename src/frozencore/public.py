@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from frozencore.adapter.bank import CoreBank
-from frozencore.adapter.bases import basis_id, get_basis, save_basis, set_basis
 from frozencore.adapter.basis import Basis, load_basis
 from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.adapter.card import write_model_card
@@ -15,6 +14,7 @@ from frozencore.adapter.export.lora import export_lora
 from frozencore.adapter.export.onnx import export_onnx, export_onnx_adapter
 from frozencore.adapter.folders import merge_adapters
 from frozencore.adapter.loaded_adapter import frozen_core_layers
+from frozencore.adapter.loaded_basis import basis_id, get_basis, save_basis, set_basis
 from frozencore.adapter.model import FrozenCoreModel
 from frozencore.adapter.swap import get_core, prepare_swap, swap_core
 from frozencore.calibration.calibrate import build_bases

@@ -15,9 +15,9 @@ from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from frozencore import FrozenCoreConfig, save_basis
-from frozencore.adapter.bases import basis_id
 from frozencore.adapter.basis import read_header
 from frozencore.adapter.calibrate import calibrate
+from frozencore.adapter.loaded_basis import basis_id
 from frozencore.errors import (
     ArtifactError,
     ConfigError,

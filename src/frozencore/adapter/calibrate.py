@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from frozencore.adapter.bases import adapter_for_new_bases, put_layers
 from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.adapter.learning_rate import proposed_learning_rate
 from frozencore.adapter.loaded_adapter import only_adapter
+from frozencore.adapter.loaded_basis import adapter_for_new_bases, put_layers
 from frozencore.adapter.state_dict import HEADS
 from frozencore.calibration.batches import Batch, Collator, batches_from, require_examples_apart, stated_ids
 from frozencore.calibration.calibrate import Calibration, Target, calibrate_layers

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter import named_layers
-from frozencore.adapter.bases import attach_basis
 from frozencore.adapter.config import FILLED_IN, FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.core import BASE, sum_cores
 from frozencore.adapter.layer import PREFIX, FrozenCoreLinear, is_linear, stored_layer, warn_of_uncalibrated
 from frozencore.adapter.loaded_adapter import LoadedAdapter, frozen_core_layers
+from frozencore.adapter.loaded_basis import attach_basis
 from frozencore.adapter.per_row import adapter_of_each_row, guard_recompute
 from frozencore.adapter.quantised_layer import FrozenCoreQuantisedLinear
 from frozencore.adapter.shared_factors import SharedFactors

@@ -19,12 +19,12 @@ import torch
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from frozencore.adapter.bases import require_fit
 from frozencore.adapter.basis import Basis, require_same_id
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.core import BASE, CORE, Core, is_core_key
 from frozencore.adapter.layer import PREFIX, BasisState, warn_of_uncalibrated
 from frozencore.adapter.loaded_adapter import LoadedAdapter, frozen_core_layers
+from frozencore.adapter.loaded_basis import require_fit
 from frozencore.distributed import unsharded
 from frozencore.errors import ArtifactError
 from frozencore.maths.basis import LayerBasis, known_basis

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from frozencore.adapter.bases import save_basis
 from frozencore.adapter.calibrate import Calibration, calibrate
+from frozencore.adapter.loaded_basis import save_basis
 from frozencore.distributed import broadcast_from_rank0, raise_on_any_rank
 from frozencore.errors import ConfigError
 from frozencore.files.atomic_write import remove_left, require_writable

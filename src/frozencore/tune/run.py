@@ -12,10 +12,10 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from torch import nn
 
-from frozencore.adapter.bases import basis_id
 from frozencore.adapter.basis import read_header
 from frozencore.adapter.card import write_model_card
 from frozencore.adapter.core import Core
+from frozencore.adapter.loaded_basis import basis_id
 from frozencore.adapter.swap import get_core, round_core, swap_core
 from frozencore.distributed import broadcast_from_rank0, num_ranks, own_rank, raise_on_any_rank
 from frozencore.errors import DivergenceError, ModelError

@@ -123,7 +123,7 @@ class Stability(StudyKind):
 
     def run(self, work: Work) -> None:
         """Record the mean principal-angle cosines of P and of Q, over directions and then over layers."""
-        from frozencore.adapter.bases import get_basis
+        from frozencore.adapter.loaded_basis import get_basis
         from frozencore.files.atomic_write import write_json
         from frozencore.maths.linalg import principal_cosines
         from frozencore.tune.adapt import adapt

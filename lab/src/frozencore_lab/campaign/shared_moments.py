@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from frozencore.adapter.bases import get_basis
 from frozencore.adapter.basis import load_basis
+from frozencore.adapter.loaded_basis import get_basis
 from frozencore.calibration.calibration_options import BATCH_SIZE, options_of_sums
 from frozencore.calibration.collect import collect_moments
 from frozencore.files.atomic_write import remove_left

@@ -16,10 +16,10 @@ from typing import Any
 from torch import nn
 
 from frozencore.adapter.bank import CoreStack
-from frozencore.adapter.bases import basis_id, save_basis
 from frozencore.adapter.card import write_model_card
 from frozencore.adapter.core import Core
 from frozencore.adapter.folders import SavedAdapter, read_adapter
+from frozencore.adapter.loaded_basis import basis_id, save_basis
 from frozencore.adapter.swap import swap_core
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.errors import ArtifactError, FrozenCoreError
