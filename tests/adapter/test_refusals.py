@@ -36,9 +36,11 @@ from frozencore import (
     save_basis,
     set_basis,
     swap_core,
+    tenant_weights,
 )
 from frozencore.adapter.config import INSTEAD_OF_LORA
 from frozencore.adapter.folders import read_adapter
+from frozencore.adapter.swap import round_core
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError, FrozenCoreError, ModelError
 from frozencore.maths.basis import LayerBasis, known_basis
@@ -346,6 +348,14 @@ def swap_in_offloaded(room: Room) -> None:
     ready.swap_in()
 
 
+def with_both(use: Callable[[PeftModel], object]) -> Callable[[Room], object]:
+    def call(room: Room) -> None:
+        room.model.base_model.set_adapter(["default", "own"])
+        use(room.model)
+
+    return call
+
+
 OTHER_BASIS = "has a core on the basis [0-9a-f]{32}, but the model has [0-9a-f]{32}"
 SOURCES: list[tuple[Callable[[Room], Any], str]] = [
     *((lambda room, name=name: room / name, OTHER_BASIS)
@@ -364,6 +374,8 @@ CORES: list[Refusal] = [
                             (offloaded, "accelerate offloaded that of layer"))
       for use in (lambda model, room: swap_core(model, room.core), lambda model, _: get_core(model),
                   lambda model, room: set_basis(model, load_basis(room / "basis"), reset=True))),
+    *((with_both(use), ConfigError, "'default', 'own' are active. Give one as adapter_name") for use in
+      (get_core, get_basis, tenant_weights, partial(round_core, bits=8), partial(export_lora, out="none"))),
     (swap_in_offloaded, ModelError, "accelerate offloaded that of layer"),
     (lambda _: get_peft_model_state_dict(pruned()), ModelError, "computed from other tensors"),
     (lambda room: swap_core(room.model, room.core, adapter_name="other"), ConfigError, "no .* adapter 'other', only"),

@@ -38,13 +38,19 @@ class LoadedAdapter:
         """The adapter of a name; by default the active one, or the only one.
 
         Raises:
-            ConfigError: The model has no such frozen-core adapter.
+            ConfigError: The model has no such frozen-core adapter, or several are active and none is named.
         """
         configs: dict[str, Any] = getattr(model, "peft_config", {})
         known = [each for each, config in configs.items() if isinstance(config, FrozenCoreConfig)]
         if name is None and known:
             active: Any = getattr(model, "active_adapters", None) if len(known) > 1 else known
-            name = next(iter((active() if callable(active) else active) or known))  # transformers has a method
+            names = list((active() if callable(active) else active) or known[:1])  # transformers has a method
+            if len(cores := [each for each in names if each in known]) > 1:
+                raise ConfigError(
+                    f"One frozen core is taken, but {', '.join(map(repr, cores))} are active. Give one as "
+                    "adapter_name, activate one alone, or sum them first: add_weighted_adapter."
+                )
+            name = names[0]
         if name is None or name not in known:
             named = "" if name is None else f" {name!r}"
             others = (
