@@ -557,6 +557,8 @@ def test_two_revisions_of_a_model_are_two_models(base: Path, tmp_path: Path) -> 
     with pytest.raises(ArtifactError, match="lab/tiny at revision step9000"):
         compress_adapters(adapters, tmp_path / "shop", rank=2)
     compress_adapters(adapters, tmp_path / "one", rank=2, same_base=True)
+    compress_adapters({"anna": adapters["step9000"]}, tmp_path / "later", rank=2)
+    assert PeftConfig.from_pretrained(tmp_path / "later/anna/adapter").revision == "step9000"
 
 
 WRAPPED = {

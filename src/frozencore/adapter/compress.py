@@ -303,10 +303,11 @@ def _config_of(
             named = short
         others = selected(of_base, named) - layers.keys()  # a full name may be the end of another
     ranks = {layer: basis.rank for layer, basis in layers.items()}
+    name, revision = name_of_base(sources.values(), base)
     return FrozenCoreConfig(
         r=max(ranks.values()), rank_pattern=ranks if len({*ranks.values()}) > 1 else {}, target_modules=sorted(named),
         exclude_modules=sorted(others) or None, constructor=COMPRESSED,
-        base_model_name_or_path=name_of_base(sources.values(), base),
+        base_model_name_or_path=name, revision=revision,
     )  # fmt: skip
 
 
@@ -324,7 +325,7 @@ def _write_core(aside: Path, out: Path, name: str, core: Core, basis: FrozenCore
     """Write an adapter of a core on the basis beside it, and of the modules that its source trained as a whole."""
     config = FrozenCoreConfig(
         basis=str(aside / BASIS_FOLDER), base_model_name_or_path=basis.base_model_name_or_path,
-        task_type=source.task_type, modules_to_save=source.modules_to_save,
+        revision=basis.revision, task_type=source.task_type, modules_to_save=source.modules_to_save,
         ensure_weight_tying=source.ties_weights, inference_mode=True,
     )  # fmt: skip
     config.basis, folder = str(out / BASIS_FOLDER), aside / name / IN_A_RUN  # where the basis will be

@@ -26,10 +26,12 @@ LEGACY_OWNERS = frozenset({
 """Owners on the hub of models that once had no owner, and can still be named without one."""
 
 
-def name_of_base(adapters: Iterable[LowRankAdapter], base: nn.Module | None) -> str | None:
-    """The name of the given base model, else the base model's name in most adapters."""
-    named = Counter(one.base_model for one in adapters if one.base_model)
-    return getattr(base, "name_or_path", None) or next((name for name, _ in named.most_common(1)), None)
+def name_of_base(adapters: Iterable[LowRankAdapter], base: nn.Module | None) -> tuple[str | None, str | None]:
+    """The name of the given base model, else that in most adapters; and the revision with which they name it."""
+    named = Counter((one.base_model, one.revision) for one in adapters if one.base_model)
+    usual = next((pair for pair, _ in named.most_common(1)), (None, None))
+    given = getattr(base, "name_or_path", None) or usual[0]
+    return usual if given == usual[0] else (given, None)
 
 
 def other_names(adapters: Iterable[LowRankAdapter], base: nn.Module | None) -> list[str]:
