@@ -103,6 +103,7 @@ def test_of_an_adapter_on_the_hub_its_files_alone_are_asked_for(
     assert (asked["name"], asked["local_files_only"]) == ("org/name", False)
     patterns = asked["allow_patterns"]
     assert {"adapter_config.json", "adapter_model.safetensors", "basis/basis.json"} <= set(patterns)
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= set(patterns)
     assert not any("*" in pattern or pattern.endswith(".bin") for pattern in patterns)
 
 

@@ -112,7 +112,7 @@ def export(
     if base is not None and to != "onnx-adapter":
         require_model(base)
         base = model_location(base)
-    folder = adapter_in(folder_of(adapter))
+    folder = adapter_in(folder_of(adapter, with_tokenizer=True))
     if output is not None and form.writes == "a file":
         _check_file(output, overwrite)
     elif output is not None:

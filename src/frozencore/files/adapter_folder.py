@@ -22,6 +22,11 @@ COMPRESSION_FILE = "compress.json"  # what each adapter keeps, beside the basis 
 BASIS_FOLDER, RUN_FILE = "basis", "run.yaml"  # the given options of a run, in the form of --config
 MANIFEST_FILE = "tenants.json"  # beside the basis that many tenants share: what it was made of
 UNFINISHED_FOLDER = "unfinished"  # tenants between two steps
+TOKENIZER_FILE = "tokenizer_config.json"
+TOKENIZER_FILES = (
+    TOKENIZER_FILE, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt",
+)  # fmt: skip
 RESERVED = (BASIS_FOLDER, MANIFEST_FILE, RUN_FILE, COMPRESSION_FILE, UNFINISHED_FOLDER)
 """Names of folders and files that stand beside the folders of tenants."""
 LONGEST_NAME = 100, 200
@@ -124,10 +129,13 @@ def is_folder(place: str | Path) -> bool:
         return False
 
 
-def folder_of(place: str, revision: str | None = None) -> Path:
+def folder_of(place: str, revision: str | None = None, *, with_tokenizer: bool = False) -> Path:
     """The folder of an adapter or a basis on this disk: the folder itself, or the offline cache of a hub id.
 
     Files of a hub id are downloaded if the hub answers; pickled weights only where there are no others.
+
+    Args:
+        with_tokenizer: Download the tokenizer and chat template that a trainer saved beside the adapter too.
 
     Raises:
         ArtifactError: It is not a folder, and neither the cache nor the hub has it.
@@ -137,6 +145,7 @@ def folder_of(place: str, revision: str | None = None) -> Path:
         return folder
     files = [CONFIG_FILE, WEIGHTS_FILE, HEADER_FILE, FACTORS_FILE, "README.md"]
     wanted = [*files, *(f"basis/{name}" for name in (HEADER_FILE, FACTORS_FILE))]
+    wanted += TOKENIZER_FILES if with_tokenizer else ()
     fetched: Path = hub_client().download(
         place, revision, wanted, instead=PICKLE_FILE, unless=(WEIGHTS_FILE, HEADER_FILE)
     )

@@ -29,13 +29,12 @@ from frozencore.adapter.core import BASE
 from frozencore.adapter.folders import SavedAdapter, read_adapter
 from frozencore.adapter.layer import is_linear, layer_shape
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError, ModelError
+from frozencore.files.adapter_folder import TOKENIZER_FILE
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.gguf_file import full_name
 from frozencore.files.hub import begins_as_path, safe_loading, why_unreadable
 from frozencore.text import one_line
 from frozencore.unwrapped_model import base_of
-
-_TOKENIZER = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -108,10 +107,10 @@ def load_base_model(base: str, dtype: str, loading: dict[str, Any], not_quantise
 
 def save_tokenizer(directory: Path, out: Path, loading: dict[str, Any]) -> None:
     """Write the tokenizer of the adapter, else of the base model, if there is one that can be read; else warn."""
-    if (directory / _TOKENIZER).is_file():
+    if (directory / TOKENIZER_FILE).is_file():
         loading = {**loading, "pretrained_model_name_or_path": str(directory), "local_files_only": True}
     place = Path(loading["pretrained_model_name_or_path"])
-    if not place.is_dir() or (place / _TOKENIZER).is_file():
+    if not place.is_dir() or (place / TOKENIZER_FILE).is_file():
         try:
             tokenizer = AutoTokenizer.from_pretrained(**loading)
         except Exception as error:  # transformers raises many kinds
