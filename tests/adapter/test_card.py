@@ -9,9 +9,9 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftModel
 
-from frozencore import export_lora, merge_adapters, save_basis, write_model_card
+from frozencore import export_lora, load_basis, merge_adapters, save_basis, write_model_card
 from frozencore.adapter.card import begin_model_card
-from tiny import adapted
+from tiny import adapted, on_one_basis, set_values
 
 
 @pytest.fixture
@@ -107,6 +107,33 @@ def test_an_export_has_a_card_without_our_import_and_a_configuration_alone_none(
     assert [path.name for path in (tmp_path / "alone").iterdir()] == ["adapter_config.json"]
     with pytest.raises(FileNotFoundError):
         write_model_card(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("task", "loaded"),
+    [
+        ("CAUSAL_LM", "transformers import AutoModelForCausalLM"),
+        ("SEQ_CLS", "transformers import AutoModelForSequenceClassification"),
+        ("SEQ_2_SEQ_LM", "transformers import AutoModelForSeq2SeqLM"),
+        (None, "transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM"),
+    ],
+)
+def test_a_card_loads_the_base_model_in_the_class_of_its_task(task: str | None, loaded: str, tmp_path: Path) -> None:
+    adapted("random").save_pretrained(tmp_path)
+    set_values(tmp_path, **{"task_type": task} | ({"auto_mapping": None} if task else {}))
+    write_model_card(tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert f"from {loaded}\n" in text
+    assert f"base = {loaded.split()[-1]}.from_pretrained(" in text
+
+
+def test_the_card_of_a_tenant_says_which_basis_it_needs(tmp_path: Path) -> None:
+    on_one_basis("anna", place=tmp_path / "basis").save_pretrained(tmp_path)
+    write_model_card(tmp_path / "anna")
+    text = (tmp_path / "anna" / "README.md").read_text()
+    assert f"- Basis: `{load_basis(tmp_path / 'basis').id}`\n" in text
+    assert 'PeftModel.from_pretrained(base, "ADAPTER", basis="BASIS")' in text
+    assert str(tmp_path) not in text
 
 
 @pytest.mark.parametrize("half_filled", [False, True])

@@ -16,6 +16,7 @@ import peft
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
 from safetensors import safe_open
 
 from frozencore.adapter.core import Core, is_core_key
@@ -59,6 +60,7 @@ def write_model_card(
         "Method": "LoRA, exported exactly from a frozen core"
         if is_lora
         else f"frozen core, {_code(config['constructor'])}",
+        "Basis": _code(config["basis_id"]) if config.get("basis") else None,
         "Rank": config["r"],
         **_sizes_in(path.with_name(WEIGHTS_FILE)),
         "Layers": ", ".join(map(_code, _listed(config["target_modules"]))),
@@ -68,13 +70,15 @@ def write_model_card(
         if (given := card.data.get("license"))
         else "not stated; ask the author",
     }
+    library, kind = _class_of_base(config)
+    basis = f', basis="{config["basis"] if _is_hub_id(config["basis"]) else "BASIS"}"' if config.get("basis") else ""
     loading = [
         *([] if is_lora else ["import frozencore  # registers the method with PEFT"]),
         "from peft import PeftModel",
-        "from transformers import AutoModelForCausalLM",
+        f"from {library} import {kind}",
         "",
-        f'base = AutoModelForCausalLM.from_pretrained("{base if is_on_hub else "BASE_MODEL"}")',
-        'model = PeftModel.from_pretrained(base, "ADAPTER")  # this folder, or its hub id',
+        f'base = {kind}.from_pretrained("{base if is_on_hub else "BASE_MODEL"}")',
+        f'model = PeftModel.from_pretrained(base, "ADAPTER"{basis})  # this folder, or its hub id',
     ]
     table = [f"- {name}: {value}" for name, value in facts.items() if value is not None]
     title = "# LoRA export of a frozen core" if is_lora else "# Frozen-core adapter"
@@ -107,6 +111,18 @@ def with_sizes(card: str, core: Core, num_bytes: int) -> str:
 def num_tokens(count: int | None) -> str | None:
     """Describe the size of a calibration."""
     return None if count is None else f"{count:,} tokens"
+
+
+def _class_of_base(config: Mapping[str, Any]) -> tuple[str, str]:
+    """The library and class with which PEFT's AutoPeftModels load the base model: the task's, or the recorded one."""
+    if task := config.get("task_type"):
+        wrapper = MODEL_TYPE_TO_PEFT_MODEL_MAPPING[task].__name__
+        return "transformers", getattr(peft, f"Auto{wrapper}")._target_class.__name__
+    recorded = config.get("auto_mapping") or {
+        "parent_library": "transformers",
+        "base_model_class": "AutoModelForCausalLM",
+    }
+    return recorded["parent_library"], recorded["base_model_class"]
 
 
 def _with_section(text: str, section: str) -> str:
