@@ -392,6 +392,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "LoHa": (
         lambda base, folder: write(base, folder, LoHaConfig(r=2, target_modules=["q_proj"])), "PEFT's type 'LOHA'",
     ),
+    "of MLX": (changed(lambda config, _: config.pop("peft_type")), "has no peft_type: it is not PEFT's"),
     "DoRA": (lambda base, folder: write(base, folder, LoraConfig(**LORA, use_dora=True)), "use_dora"),
     "bias": (lambda base, folder: write(base, folder, LoraConfig(**LORA, bias="all")), "bias='all'"),
     "bias of LoRA": (lambda base, folder: write(base, folder, LoraConfig(**LORA, lora_bias=True)), "lora_bias"),

@@ -176,7 +176,7 @@ Reasons = Iterable[tuple[str, str]]
 def _odd_options(config: Mapping[str, Any]) -> Reasons:
     """Options with which the update is more than B A of each layer."""
     if (kind := config.get("peft_type")) != "LORA":
-        yield f"is of PEFT's type {kind!r:.40}", MERGE
+        yield f"is of PEFT's type {kind!r:.40}" if kind else "has no peft_type: it is not PEFT's", MERGE
     for name, values in (("task_type", [*TaskType]), ("base_model_name_or_path", None), ("revision", None)):
         value = config.get(name)
         if value is not None and (not isinstance(value, str) or (values is not None and value not in values)):
