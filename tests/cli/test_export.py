@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import frozencore_basis_model
 from fixtures import CHAT_TEMPLATE
-from frozencore import FrozenCoreConfig, save_basis
+from frozencore import FrozenCoreConfig, export_basis_model, export_merged, save_basis
 from frozencore.adapter.export.serving import vllm_max_rank
 from frozencore.tune.pocket import pocket_model_path
 from tiny import adapted, logits, tiny_gpt2, tiny_qwen2
@@ -152,6 +152,18 @@ def test_a_lora_of_conv1d_layers_is_for_peft_alone(command: Command, tmp_path: P
     words = ("export", tmp_path / "core", "--base", tmp_path / "base", "--out", tmp_path / "lora")
     status, out, _ = command(*words)
     assert (status, "PEFT alone loads" in out, "vLLM:" in out) == (0, True, False)
+
+
+@pytest.mark.parametrize("export", [export_merged, export_basis_model])
+def test_an_exported_model_names_no_code_that_is_not_beside_it(
+    export: Callable[..., object], saved: tuple[Path, Path, PeftModel], tmp_path: Path
+) -> None:
+    adapter, base, _ = saved
+    values = json.loads((base / "config.json").read_text())
+    values["auto_map"] = {"AutoModelForCausalLM": "modeling_qwen.QWenLMHeadModel"}
+    (base / "config.json").write_text(json.dumps(values))
+    export(adapter, tmp_path / "out", base=base)
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 @pytest.mark.parametrize("form", ["merged", "basis-model"])

@@ -102,6 +102,7 @@ def load_base_model(base: str, dtype: str, loading: dict[str, Any], not_quantise
     with _reading(base, loading):
         model = _model_class(config).from_pretrained(dtype=dtype, **loading)
     model.name_or_path = model.config.name_or_path = full_name(base)
+    vars(model.config).pop("auto_map", None)  # it names code that is neither run nor copied
     return model
 
 
