@@ -21,7 +21,7 @@ from frozencore.files.hub import safe_loading
 from frozencore.files.hub_client import HUB_TIMEOUT_S, hub_answers
 from frozencore.tune.load import load_config, load_model, load_tokenizer
 from frozencore.tune.pocket import pocket_model_path
-from tiny import adapted, tiny_qwen2
+from tiny import adapted, set_values, tiny_qwen2
 
 NOWHERE = "http://127.0.0.1:9"
 COMMIT = "0" * 40
@@ -115,6 +115,21 @@ def test_a_cached_model_needs_no_hub(cache: Path, adapter: Path, tmp_path: Path)
     assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("export", [export_lora, export_merged])
+def test_an_adapter_is_exported_on_the_revision_of_its_base_model(
+    export: Callable[..., object], cache: Path, adapter: Path, tmp_path: Path
+) -> None:
+    for revision, size in (("main", {"hidden_size": 48}), ("v2", {})):
+        tiny_qwen2(**size).save_pretrained(tmp_path / revision)
+    files = put_into_cache(cache, tmp_path / "main")
+    shutil.copytree(tmp_path / "v2", files.with_name("1" * 40))
+    (files.parents[1] / "refs" / "v2").write_text("1" * 40)
+    set_values(adapter, base_model_name_or_path="org/name", revision="v2")
+    export(adapter, tmp_path / "out")
+    with pytest.raises((ArtifactError, ModelError)):
+        export(adapter, tmp_path / "other", base="org/name")
+
+
 def test_a_merged_model_whose_base_has_no_tokenizer_is_written_with_a_warning(
     cache: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,8 +170,8 @@ def hub_without_repositories(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
 
 def test_a_hub_that_answers_is_the_loaders_to_ask_whatever_it_says(hub_without_repositories: list[str]) -> None:
     """The loader then reports the hub's answer (no such model, no access) in the hub's words."""
-    asked = {"pretrained_model_name_or_path": "org/name", "local_files_only": False, "trust_remote_code": False}
-    assert safe_loading("org/name") == asked
+    where = {"pretrained_model_name_or_path": "org/name", "revision": "main"}
+    assert safe_loading("org/name") == {**where, "local_files_only": False, "trust_remote_code": False}
     assert hub_answers("dataset", "org/rows")
     assert ["/api/models/org/name" in path for path in hub_without_repositories] == [True, False]
 

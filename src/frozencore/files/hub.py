@@ -29,13 +29,14 @@ def hub_client() -> ModuleType:
     return hub_client
 
 
-def safe_loading(model: str) -> dict[str, Any]:
+def safe_loading(model: str, revision: str | None = None) -> dict[str, Any]:
     """The arguments of ``from_pretrained`` for a model, without its dtype.
 
     The hub is used only if it is needed and answers. Code in a repository is never run.
 
     Args:
         model: Hub id, folder, or GGUF file, which stands for the folder to which it is unpacked.
+        revision: The revision of a hub id.
 
     Raises:
         ModelError: It is none of them, the folder has an adapter, the file cannot be read, or the hub does not answer
@@ -50,8 +51,11 @@ def safe_loading(model: str) -> dict[str, Any]:
             f"A model is loaded without any adapter, but {model} holds one (adapter_config.json), which transformers "
             "would add to it. Name its base model, or move the adapter into a folder of its own, or merge it."
         )
-    only_here = Path(model).is_dir() or not _hub_has(model)
-    return {"pretrained_model_name_or_path": model, "local_files_only": only_here, "trust_remote_code": False}
+    only_here = Path(model).is_dir() or not _hub_has(model, revision)
+    return {
+        "pretrained_model_name_or_path": model, "revision": revision or "main", "local_files_only": only_here,
+        "trust_remote_code": False,
+    }  # fmt: skip
 
 
 def why_unreadable(loading: dict[str, Any], error: Exception) -> str:
@@ -60,13 +64,13 @@ def why_unreadable(loading: dict[str, Any], error: Exception) -> str:
     return lfs_pointer_in(place) or f"{one_line(error, 200).rstrip('.')}."
 
 
-def _hub_has(model: str) -> bool:
+def _hub_has(model: str, revision: str | None) -> bool:
     """Return whether to use the hub; False means the cache."""
     if model.count("/") > 1 or begins_as_path(model) or not model:
         lack = "there is no such folder"
     else:
         answers = hub_client().hub_answers("model", model)
-        if answers or hub_client().is_cached(model):
+        if answers or hub_client().is_cached(model, revision):
             return bool(answers)
         lack = "it is no folder and not in the offline cache, and the hub cannot be reached"
     raise ModelError(f"Model {model}: {lack}. Give a folder, a GGUF file or a hub id (ORGANISATION/NAME).")

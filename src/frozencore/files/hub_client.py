@@ -99,10 +99,10 @@ def upload(folder: Path, repository: str) -> str:
     return str(address)
 
 
-def is_cached(model: str) -> bool:
+def is_cached(model: str, revision: str | None) -> bool:
     """Return whether the offline cache has a model."""
     with suppress(HFValidationError):  # not a possible name of a repository
-        return isinstance(try_to_load_from_cache(model, "config.json"), str)
+        return isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str)
     return False
 
 

@@ -61,9 +61,9 @@ class BaseLayers:
         )
 
 
-def layers_of(base: nn.Module | str | Path) -> BaseLayers:
+def layers_of(base: nn.Module | str | Path, revision: str | None = None) -> BaseLayers:
     """The linear layers of a model, or of the architecture in a folder or GGUF file; its weights are not read."""
-    model = meta_copy(base_of(base if isinstance(base, nn.Module) else _architecture(base)))
+    model = meta_copy(base_of(base if isinstance(base, nn.Module) else _architecture(str(base), revision)))
     linear = {name: module for name, module in model.named_modules() if is_linear(module)}
     return BaseLayers(
         shapes={name: layer_shape(module) for name, module in linear.items()},
@@ -123,8 +123,8 @@ def save_tokenizer(directory: Path, out: Path, loading: dict[str, Any]) -> None:
         tokenizer.save_pretrained(out)
 
 
-def _architecture(base: str | Path) -> nn.Module:
-    loading = safe_loading(str(base))
+def _architecture(base: str, revision: str | None) -> nn.Module:
+    loading = safe_loading(base, revision)
     with _reading(base, loading), torch.device("meta"):
         config = AutoConfig.from_pretrained(**loading)
         return _model_class(config)(config)
@@ -270,7 +270,7 @@ def export_merged(
 
     Args:
         directory: A folder that ``save_pretrained`` or ``frozencore tune`` wrote.
-        base: Folder, GGUF file or hub id of the base model; by default the one that the adapter names.
+        base: Folder, GGUF file or hub id of the base model; by default the one that the adapter names, in its revision.
         dtype: The dtype of the merged weights; ``auto`` keeps the base model's. In half precision the sum is rounded.
 
     Returns:
@@ -283,8 +283,9 @@ def export_merged(
     """
     directory, out = Path(directory), Path(out)
     saved = read_adapter(directory)
+    revision = None if base else saved.config.revision
     base = base_name(directory, base, saved.config.base_model_name_or_path)
-    loading = safe_loading(base)
+    loading = safe_loading(base, revision)
     with atomic_folder(out, overwrite=overwrite, reads=[directory, saved.config.basis, base]) as aside:
         why_not = "rounding to its grid would lose most of an update"
         try:

@@ -282,7 +282,7 @@ def _base_of(
     if not (named := adapter.config.base_model_name_or_path):
         return None
     with suppress(ModelError):
-        return layers_of(named)
+        return layers_of(named, adapter.config.revision)
     return None
 
 
