@@ -214,6 +214,15 @@ def test_a_basis_of_a_hub_id_is_taken_from_the_cache_and_its_cores_name_it(cache
     assert basis_id(loaded) == basis_id(model) == own
 
 
+def test_a_cached_adapter_is_loaded_with_the_basis_beside_it(cache: Path, tmp_path: Path) -> None:
+    model = adapted("random")
+    save_basis(model, tmp_path / "saved" / "basis")
+    model.save_pretrained(str(tmp_path / "saved"))
+    files = put_into_cache(cache, tmp_path / "saved")
+    shutil.rmtree(tmp_path / "saved")  # where its configuration says that the basis is
+    assert FrozenCoreConfig.from_pretrained("org/name").basis == str(files / "basis")
+
+
 def test_what_the_hub_says_of_a_basis_is_told_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError("It is not there, " * 20 + "and that is all")

@@ -31,7 +31,15 @@ from frozencore.constructors import (
 )
 from frozencore.constructors.constructor import AUTO_ALPHA, ScaleOptions
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, PICKLE_FILE, WEIGHTS_FILE, is_folder, missing
+from frozencore.files.adapter_folder import (
+    CONFIG_FILE,
+    PEFT_TYPE,
+    PICKLE_FILE,
+    WEIGHTS_FILE,
+    folder_of,
+    is_folder,
+    missing,
+)
 from frozencore.files.atomic_write import allow_as_umask
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import MomentName
@@ -291,13 +299,14 @@ class FrozenCoreConfig(
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **kwargs: Any
     ) -> PeftConfig:
-        """Read a configuration as PEFT does, find a basis beside a local one, and refuse pickled weights."""
+        """Read a configuration as PEFT does, find a basis beside it, and refuse pickled weights."""
         folder = Path(pretrained_model_name_or_path, subfolder or "")
         if (folder / PICKLE_FILE).exists() and not (folder / WEIGHTS_FILE).exists():
             raise ArtifactError(missing(folder, WEIGHTS_FILE))
         config = super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
         if isinstance(config, FrozenCoreConfig) and config.basis is not None and config.basis_id is not None:
-            beside = basis_beside(config.basis_id, folder) if (folder / CONFIG_FILE).exists() else None
+            place = folder_of(str(pretrained_model_name_or_path), kwargs.get("revision"))
+            beside = basis_beside(config.basis_id, place / (subfolder or ""))
             config.basis = _found_from_anywhere(kwargs.get("basis") or beside or config.basis)
         return config
 
