@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    WhisperFeatureExtractor,
+    WhisperProcessor,
+)
 
 import frozencore_basis_model
 from fixtures import CHAT_TEMPLATE
@@ -152,6 +158,19 @@ def test_a_lora_of_conv1d_layers_is_for_peft_alone(command: Command, tmp_path: P
     words = ("export", tmp_path / "core", "--base", tmp_path / "base", "--out", tmp_path / "lora")
     status, out, _ = command(*words)
     assert (status, "PEFT alone loads" in out, "vLLM:" in out) == (0, True, False)
+
+
+def test_a_merged_model_has_the_tokenizer_and_the_processor_of_its_base(
+    saved: tuple[Path, Path, PeftModel], tmp_path: Path
+) -> None:
+    adapter, base, _ = saved
+    shutil.copy(pocket_model_path() / "tokenizer.json", base)  # alone, as in old repositories
+    export_merged(adapter, tmp_path / "text", base=base)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "text")
+    assert tokenizer.vocab_size > 100
+    WhisperProcessor(WhisperFeatureExtractor(feature_size=8), tokenizer).save_pretrained(base)
+    export_merged(adapter, tmp_path / "speech", base=base)
+    assert AutoProcessor.from_pretrained(tmp_path / "speech").feature_extractor.feature_size == 8
 
 
 @pytest.mark.parametrize("export", [export_merged, export_basis_model])

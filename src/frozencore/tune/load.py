@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as of_transformers
 
+from frozencore.adapter.export.base_model import read_tokenizer
 from frozencore.adapter.named_layers import is_end_of, linear_names
 from frozencore.calibration.batches import Batch
 from frozencore.device import computes_fast, memory_of, resolve_device
@@ -79,7 +80,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
         )
     place = resolve_device(device)
     refusal = "cannot be read as a causal language model with its tokenizer"
-    tokenizer, model = _loaded(name, lambda loading: (_tokenizer(loading), _weights(loading, dtype)), refusal)
+    tokenizer, model = _loaded(name, lambda loading: (read_tokenizer(loading), _weights(loading, dtype)), refusal)
     model.name_or_path = model.config.name_or_path = full_name(model_location(name))  # a GGUF file, not its folder
     model = model.to(place).eval()
     is_quantised = getattr(model, "is_quantized", False)
@@ -141,7 +142,7 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         ModelError: As in :func:`load_model`.
     """
-    return _loaded(name, _tokenizer, "cannot be read as a tokenizer")
+    return _loaded(name, read_tokenizer, "cannot be read as a tokenizer")
 
 
 def _loaded(name: str, load: Callable[[dict[str, Any]], Any], refusal: str, way_out: str = f" {_WAY_OUT}") -> Any:
@@ -179,13 +180,6 @@ def without_weights(config: PretrainedConfig) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
     return model
-
-
-def _tokenizer(loading: dict[str, Any]) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(**loading)
-    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):  # of a folder without tokenizer.json
-        raise ValueError("its tokenizer knows no words, as tokenizer.json or its like is missing.")
-    return tokenizer
 
 
 LOOKED_AT, MOST_UNKNOWN = 200, 0.25  # rows; text that a model has read has 1 to 11 % single letters, other text 30 %

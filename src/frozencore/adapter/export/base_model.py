@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.core import BASE
@@ -106,21 +106,30 @@ def load_base_model(base: str, dtype: str, loading: dict[str, Any], not_quantise
     return model
 
 
+def read_tokenizer(loading: dict[str, Any]) -> Any:
+    """Read the tokenizer of a model; refuse the one without words that transformers makes where there is none."""
+    tokenizer = AutoTokenizer.from_pretrained(**loading)
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+        raise ValueError("its tokenizer knows no words, as tokenizer.json or its like is missing.")
+    return tokenizer
+
+
 def save_tokenizer(directory: Path, out: Path, loading: dict[str, Any]) -> None:
-    """Write the tokenizer of the adapter, else of the base model, if there is one that can be read; else warn."""
+    """Write the base model's processor, if it has one, and the tokenizer of the adapter, else of the base model.
+
+    A tokenizer that cannot be read is a warning.
+    """
+    with suppress(Exception):  # transformers raises many kinds
+        processor = AutoProcessor.from_pretrained(**loading)
+        if not isinstance(processor, PreTrainedTokenizerBase):  # which most models have instead
+            processor.save_pretrained(out)
     if (directory / TOKENIZER_FILE).is_file():
         loading = {**loading, "pretrained_model_name_or_path": str(directory), "local_files_only": True}
-    place = Path(loading["pretrained_model_name_or_path"])
-    if not place.is_dir() or (place / TOKENIZER_FILE).is_file():
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(**loading)
-        except Exception as error:  # transformers raises many kinds
-            reason = why_unreadable(loading, error)
-            warnings.warn(
-                f"The export has no tokenizer, because that of {place} cannot be read: {reason}", stacklevel=2
-            )
-            return
-        tokenizer.save_pretrained(out)
+    try:
+        read_tokenizer(loading).save_pretrained(out)
+    except Exception as error:  # transformers raises many kinds
+        place, reason = loading["pretrained_model_name_or_path"], why_unreadable(loading, error)
+        warnings.warn(f"The export has no tokenizer, because that of {place} cannot be read: {reason}", stacklevel=2)
 
 
 def _architecture(base: str, revision: str | None) -> nn.Module:
