@@ -6,10 +6,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoProcessor,
@@ -26,6 +28,7 @@ from frozencore.tune.pocket import pocket_model_path
 from tiny import adapted, logits, tiny_gpt2, tiny_qwen2
 
 Command = Callable[..., tuple[int, str, str]]
+NEW = 869  # the first token after those of the pocket model
 
 
 @pytest.fixture
@@ -171,6 +174,32 @@ def test_a_merged_model_has_the_tokenizer_and_the_processor_of_its_base(
     WhisperProcessor(WhisperFeatureExtractor(feature_size=8), tokenizer).save_pretrained(base)
     export_merged(adapter, tmp_path / "speech", base=base)
     assert AutoProcessor.from_pretrained(tmp_path / "speech").feature_extractor.feature_size == 8
+
+
+@pytest.mark.parametrize(
+    ("trained", "tied"),
+    [({"modules_to_save": ["embed_tokens", "lm_head"]}, False), ({"trainable_token_indices": [NEW]}, True)],
+)
+def test_an_adapter_of_new_tokens_is_merged_into_its_base_as_it_was_before(
+    trained: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
+    base, tokenizer = (
+        tiny_qwen2(vocab_size=NEW, tie_word_embeddings=tied),
+        AutoTokenizer.from_pretrained(pocket_model_path()),
+    )
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.add_tokens(["<new>"])
+    base.resize_token_embeddings(len(tokenizer))
+    model = adapted("random", model=base, trained=True, **trained)
+    for name, parameter in model.named_parameters():
+        if "tokens_delta" in name or "modules_to_save" in name:
+            nn.init.normal_(parameter)
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "adapter")
+    export_merged(tmp_path / "adapter", tmp_path / "merged", base=tmp_path / "base")
+    ids = torch.tensor([[NEW, 3]])
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=ids).logits
+    torch.testing.assert_close(found, model(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("export", [export_merged, export_basis_model])

@@ -114,10 +114,11 @@ def read_tokenizer(loading: dict[str, Any]) -> Any:
     return tokenizer
 
 
-def save_tokenizer(directory: Path, out: Path, loading: dict[str, Any]) -> None:
+def save_tokenizer(directory: Path, out: Path, loading: dict[str, Any]) -> Any:
     """Write the base model's processor, if it has one, and the tokenizer of the adapter, else of the base model.
 
-    A tokenizer that cannot be read is a warning.
+    Returns:
+        The tokenizer; None, with a warning, if it cannot be read.
     """
     with suppress(Exception):  # transformers raises many kinds
         processor = AutoProcessor.from_pretrained(**loading)
@@ -126,10 +127,13 @@ def save_tokenizer(directory: Path, out: Path, loading: dict[str, Any]) -> None:
     if (directory / TOKENIZER_FILE).is_file():
         loading = {**loading, "pretrained_model_name_or_path": str(directory), "local_files_only": True}
     try:
-        read_tokenizer(loading).save_pretrained(out)
+        tokenizer = read_tokenizer(loading)
     except Exception as error:  # transformers raises many kinds
         place, reason = loading["pretrained_model_name_or_path"], why_unreadable(loading, error)
         warnings.warn(f"The export has no tokenizer, because that of {place} cannot be read: {reason}", stacklevel=2)
+        return None
+    tokenizer.save_pretrained(out)
+    return tokenizer
 
 
 def _architecture(base: str, revision: str | None) -> nn.Module:
@@ -267,6 +271,12 @@ def _require_modules(saved: SavedAdapter, model: nn.Module, base: str | Path) ->
             )
 
 
+def _embed_all(model: Any, num_tokens: int) -> None:
+    """Add the embeddings that a model lacks for the tokens of an adapter, as PEFT's AutoPeftModel does."""
+    if num_tokens > len(model.get_input_embeddings().weight):
+        model.resize_token_embeddings(num_tokens)
+
+
 def export_merged(
     directory: str | Path,
     out: str | Path,
@@ -297,8 +307,11 @@ def export_merged(
     loading = safe_loading(base, revision)
     with atomic_folder(out, overwrite=overwrite, reads=[directory, saved.config.basis, base]) as aside:
         why_not = "rounding to its grid would lose most of an update"
+        base_model = load_base_model(base, dtype, loading, why_not)
+        tokenizer = save_tokenizer(directory, aside, loading)
         try:
-            base_model = load_base_model(base, dtype, loading, why_not)
+            if (directory / TOKENIZER_FILE).is_file() and tokenizer is not None:
+                _embed_all(base_model, len(tokenizer))
             _require_modules(saved, base_model, base)
             merged = PeftModel.from_pretrained(base_model, str(directory)).merge_and_unload(safe_merge=True)
         except FrozenCoreError:
@@ -310,5 +323,4 @@ def export_merged(
                 "Name the base model that it was trained on with base= (--base)."
             ) from error
         merged.save_pretrained(aside)
-        save_tokenizer(directory, aside, loading)
     return out
