@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from fixtures import CHAT_TEMPLATE
 from frozencore import FrozenCoreConfig, export_basis_model, export_merged, save_basis
 from frozencore.adapter.export.serving import vllm_max_rank
 from frozencore.tune.pocket import pocket_model_path
-from tiny import adapted, logits, tiny_gpt2, tiny_qwen2
+from tiny import adapted, cores_of, logits, tiny_gpt2, tiny_qwen2, train_at_random
 
 Command = Callable[..., tuple[int, str, str]]
 NEW = 869  # the first token after those of the pocket model
@@ -200,6 +201,25 @@ def test_an_adapter_of_new_tokens_is_merged_into_its_base_as_it_was_before(
     ids = torch.tensor([[NEW, 3]])
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=ids).logits
     torch.testing.assert_close(found, model(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_merge_in_half_precision_says_how_much_of_the_update_it_loses(
+    command: Command, saved: tuple[Path, Path, PeftModel], tmp_path: Path
+) -> None:
+    adapter, base, model = saved
+    train_at_random(model, size=0.02)
+    model.save_pretrained(adapter)
+    tiny_qwen2().bfloat16().save_pretrained(base)
+    words = ("export", adapter, "--base", base, "--to", "merged", "--out")
+    said = re.search(r"update, ([\d.]+)% .Frobenius norm. is lost .*bfloat16", command(*words, tmp_path / "half")[2])
+    assert said is not None
+    assert "is lost" not in command(*words, tmp_path / "whole", "--dtype", "float32")[2]
+    merged, lost, whole = AutoModelForCausalLM.from_pretrained(tmp_path / "half"), 0.0, 0.0
+    for layer in cores_of(model):
+        update = layer.get_delta_weight("default")
+        found = merged.get_submodule(layer.name).weight.float() - layer.get_base_weight().bfloat16().float()
+        lost, whole = lost + float((found - update).square().sum()), whole + float(update.square().sum())
+    assert float(said[1]) == pytest.approx(100 * (lost / whole) ** 0.5, rel=0.05)
 
 
 @pytest.mark.parametrize("export", [export_merged, export_basis_model])

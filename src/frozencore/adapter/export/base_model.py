@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from frozencore.adapter.core import BASE
 from frozencore.adapter.folders import SavedAdapter, read_adapter
 from frozencore.adapter.layer import is_linear, layer_shape
+from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError, ModelError
 from frozencore.files.adapter_folder import TOKENIZER_FILE
 from frozencore.files.atomic_write import atomic_folder
@@ -35,6 +36,9 @@ from frozencore.files.gguf_file import full_name
 from frozencore.files.hub import begins_as_path, safe_loading, why_unreadable
 from frozencore.text import one_line
 from frozencore.unwrapped_model import base_of
+
+LOST_TO_ROUNDING = 0.01
+"""The share of an update from which its loss by rounding is said."""
 
 
 @dataclass(frozen=True)
@@ -277,6 +281,18 @@ def _embed_all(model: Any, num_tokens: int) -> None:
         model.resize_token_embeddings(num_tokens)
 
 
+@torch.no_grad()
+def _lost_to_rounding(model: nn.Module) -> float:
+    """The relative error in Frobenius norm of an update that is added to weights in their dtype."""
+    lost = whole = 0.0
+    for layer in frozen_core_layers(model, "default").values():
+        weight, update = layer.get_base_weight(), layer.get_delta_weight("default")
+        merged = (weight + update).to(weight.dtype)
+        lost += float((merged.float() - weight.float() - update).square().sum())
+        whole += float(update.square().sum())
+    return (lost / whole) ** 0.5 if whole else 0.0
+
+
 def export_merged(
     directory: str | Path,
     out: str | Path,
@@ -290,7 +306,8 @@ def export_merged(
     Args:
         directory: A folder that ``save_pretrained`` or ``frozencore tune`` wrote.
         base: Folder, GGUF file or hub id of the base model; by default the one that the adapter names, in its revision.
-        dtype: The dtype of the merged weights; ``auto`` keeps the base model's. In half precision the sum is rounded.
+        dtype: The dtype of the merged weights; ``auto`` keeps the base model's. In half precision the sum is rounded,
+            and a warning says how much of the update that costs.
 
     Returns:
         The folder that was written.
@@ -313,7 +330,9 @@ def export_merged(
             if (directory / TOKENIZER_FILE).is_file() and tokenizer is not None:
                 _embed_all(base_model, len(tokenizer))
             _require_modules(saved, base_model, base)
-            merged = PeftModel.from_pretrained(base_model, str(directory)).merge_and_unload(safe_merge=True)
+            adapted = PeftModel.from_pretrained(base_model, str(directory))
+            lost = _lost_to_rounding(adapted)
+            merged = adapted.merge_and_unload(safe_merge=True)
         except FrozenCoreError:
             raise
         except Exception as error:  # PEFT raises a dozen kinds for names, shapes and options that fit no layer
@@ -323,4 +342,10 @@ def export_merged(
                 "Name the base model that it was trained on with base= (--base)."
             ) from error
         merged.save_pretrained(aside)
+    if lost >= LOST_TO_ROUNDING:
+        warnings.warn(
+            f"Of the adapter's update, {lost:.2%} (Frobenius norm) is lost to rounding in {merged.dtype}. Merge in "
+            "float32 (--dtype float32), or export a LoRA.",
+            stacklevel=2,
+        )
     return out
