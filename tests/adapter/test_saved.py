@@ -477,7 +477,7 @@ def test_a_base_model_of_other_layers_is_refused_in_one_line(
     set_values(saved, base_model_name_or_path="org/base")
     with pytest.raises(ArtifactError, match=message) as caught:
         PeftModel.from_pretrained(tiny_qwen2(**overrides), str(saved), allow_other_base=True)
-    assert str(caught.value).endswith("Load the base model that it was trained on: org/base.")
+    assert str(caught.value).endswith("model org/base in the class that it was trained in (for a command, save it so).")
 
 
 def test_a_core_of_another_rank_says_so_and_not_that_the_base_model_is_another(saved: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_base_of_another_class_is_named(
     body.save_pretrained(tmp_path / "of-the-body")
     status, _, err = command("export", tmp_path / "of-the-body", "--base", base, "--out", tmp_path / "lora")
     assert (status, err.count("\n")) == (2, 1)
-    assert "trained on a model without a head" in err
+    assert "in another class of the base model, where the layer model.layers.0.self_attn.q_proj is 'layers.0." in err
     words = ["--base", base, "--to", "basis-model", "--out", tmp_path / "shop"]
     assert command("export", adapter, *words)[0] == 0
     status, _, err = command("export", adapter, "--base", tmp_path / "shop", "--to", "merged", "--out", tmp_path / "m")

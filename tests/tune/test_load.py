@@ -26,7 +26,7 @@ from transformers import (
 
 from families import make
 from frozencore import calibrate, export_lora, export_merged
-from frozencore.errors import CalibrationError, ConfigError, ModelError
+from frozencore.errors import ArtifactError, CalibrationError, ConfigError, ModelError
 from frozencore.files.hub import safe_loading
 from frozencore.tune import load as models
 from frozencore.tune.adapters import add_adapter
@@ -177,6 +177,14 @@ def test_a_model_with_a_part_for_images_is_trained_and_exported_in_the_class_tha
     stock = PeftModel.from_pretrained(type(saved).from_pretrained(tmp_path / "base"), tmp_path / "lora")
     for exported in (stock, type(saved).from_pretrained(tmp_path / "merged")):
         torch.testing.assert_close(exported(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+    if kind == "qwen3_5":  # AutoModelForCausalLM loads its language model alone
+        text = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        text.save_pretrained(tmp_path / "text base")
+        adapted("random", model=text).save_pretrained(tmp_path / "text")
+        for export in (export_lora, export_merged):
+            with pytest.raises(ArtifactError, match="in another class|in the class that it was trained in"):
+                export(tmp_path / "text", tmp_path / "out", base=tmp_path / "base")
+        export_lora(tmp_path / "text", tmp_path / "out", base=tmp_path / "text base")
 
 
 @pytest.fixture

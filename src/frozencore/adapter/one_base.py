@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.base_record import differing_layer, differs, record_base, samples_of, split_record
 from frozencore.adapter.core import BASE
-from frozencore.adapter.export.base_model import layers_of
+from frozencore.adapter.export.base_model import in_other_class, layers_of
 from frozencore.adapter.low_rank_adapter import LowRankAdapter
 
 Shapes = Mapping[str, tuple[int, int]]
@@ -114,6 +114,11 @@ def _other_layer(shapes: Shapes, known: Shapes) -> str | None:
     """A layer that is missing, or has another shape, in the whole base model."""
     for layer, shape in shapes.items():
         if (there := known.get(layer)) != shape:
+            if other := in_other_class(layer, shape, known):
+                return (
+                    f"has a layer {layer!r}, which is {other!r} in the base model: it was trained in another class, "
+                    "such as AutoModelForCausalLM. Save the base model in that class, and name that folder"
+                )
             size = f"{there[0]} x {there[1]}" if there else "missing"
             return f"has a layer {layer!r} of {shape[0]} x {shape[1]}, which is {size} in the base model"
     return None

@@ -208,4 +208,5 @@ def _way_out(layers: Mapping[str, LayerBasis], adapter: LoadedAdapter) -> str:
         return "Make the adapter with the rank and scale of the saved one, as its adapter_config.json has them."
     base = adapter.config.base_model_name_or_path
     same_base = "If this is its base model, take target_modules from its adapter_config.json. " if fits else ""
-    return f"{same_base}Load the base model that it was trained on{f': {one_line(base, 200)}' if base else ''}."
+    named = f" {one_line(base, 200)}" if base else ""
+    return f"{same_base}Load the base model{named} in the class that it was trained in (for a command, save it so)."

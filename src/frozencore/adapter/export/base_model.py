@@ -29,6 +29,7 @@ from frozencore.adapter.core import BASE
 from frozencore.adapter.folders import SavedAdapter, read_adapter
 from frozencore.adapter.layer import is_linear, layer_shape
 from frozencore.adapter.loaded_adapter import frozen_core_layers
+from frozencore.adapter.named_layers import is_end_of
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError, ModelError
 from frozencore.files.adapter_folder import TOKENIZER_FILE
 from frozencore.files.atomic_write import atomic_folder
@@ -53,16 +54,22 @@ class BaseLayers:
         """Refuse a layer of an adapter that this base model does not have in that shape."""
         if self.shapes.get(name) == shape:
             return
-        below = f"{getattr(self.model, 'base_model_prefix', '')}.{name}"
-        if self.shapes.get(below) == shape:
+        if other := in_other_class(name, shape, self.shapes):
             raise ArtifactError(
-                f"The adapter was trained on a model without a head, where the layer {below} is {name!r}. Save the "
-                "base model in the class that it was trained on, such as AutoModel, and name that folder."
+                f"The adapter was trained in another class of the base model, where the layer {other} is {name!r}. "
+                "Save the base model in that class, such as AutoModelForCausalLM or AutoModel, and name that folder."
             )
         raise ArtifactError(
             f"The adapter is of another base model: its layer {name!r} is {shape[0]} x {shape[1]}, the base has "
             f"{self.shapes.get(name, 'none')}. Name the model it was trained on."
         )
+
+
+def in_other_class(layer: str, shape: tuple[int, int], shapes: Mapping[str, tuple[int, int]]) -> str | None:
+    """The name that a layer of a part of a model probably has here: its own after another first part."""
+    rest = layer.partition(".")[2]
+    there = (name for name in shapes if shapes[name] == shape and is_end_of(rest, name))
+    return next(there, None) if layer not in shapes else None
 
 
 def layers_of(base: nn.Module | str | Path, revision: str | None = None) -> BaseLayers:
