@@ -616,6 +616,27 @@ def test_layers_of_another_class_of_the_model_are_refused_with_both_names(base: 
         compress_adapters(both, tmp_path / "shop", rank=2, base=tiny_qwen2())
 
 
+@pytest.mark.parametrize("part", ["model.language_model", "base_model.model.model", "model.layers.0.experts.0"])
+def test_layers_that_no_class_of_the_named_model_has_are_refused_without_the_model(
+    part: str, base: Path, tmp_path: Path
+) -> None:
+    def renamed(_: object, tensors: dict[str, Tensor]) -> None:
+        found = {key.replace("model.layers", f"{part}.layers"): X for key, X in tensors.items()}
+        tensors.clear()
+        tensors.update(found)
+
+    changed(renamed)(base, tmp_path / "anna")
+    with pytest.raises(ArtifactError, match=f"'{part}.layers.0.* in the base model"):
+        compress_adapters({"anna": tmp_path / "anna"}, tmp_path / "shop", rank=2)
+
+
+def test_an_adapter_of_another_class_of_the_named_model_is_compressed(base: Path, tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules=ATTENTION, init_lora_weights=False)
+    inner = get_peft_model(named(tiny_qwen2().model, base), config)
+    inner.save_pretrained(str(tmp_path / "inner"))
+    assert compress_adapters({"inner": tmp_path / "inner"}, tmp_path / "shop", rank=8).num_layers == 8
+
+
 def test_a_layer_whose_name_is_the_end_of_anothers_is_the_only_one_of_its_adapter(tmp_path: Path) -> None:
     def net() -> nn.Module:
         torch.manual_seed(0)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from frozencore.adapter.base_record import differing_layer, differs, record_base, samples_of, split_record
 from frozencore.adapter.core import BASE
-from frozencore.adapter.export.base_model import in_other_class, layers_of
+from frozencore.adapter.export.base_model import in_other_class, layers_by_class, layers_of
 from frozencore.adapter.low_rank_adapter import LowRankAdapter
+from frozencore.errors import ModelError
 
 Shapes = Mapping[str, tuple[int, int]]
 LEGACY_OWNERS = frozenset({
@@ -53,6 +55,7 @@ def mismatched_adapters(
     names = Counter(name for one in adapters.values() if (name := _with_revision(one)))
     usual, number = next(iter(names.most_common(1)), (None, 0))
     known = dict(layers_of(base).shapes) if base is not None else dict[str, tuple[int, int]]()
+    looked_up, classes = dict[str, tuple[int, int]](), _classes(*name_of_base(adapters.values(), base))
     samples = samples_of(base, known) if base is not None else {}
     records: dict[str, Mapping[str, str]] = {}
     reasons: dict[str, str] = {}
@@ -64,7 +67,11 @@ def mismatched_adapters(
                 f"names the base model {_with_revision(one)}, where {number} of {len(adapters)} name {usual}. If "
                 "both are one model, give --same-base, or --model to compare layers"
             )
-        elif reason := _other_layer(one.shapes, known) if base is not None else _mixed_layer(one.shapes, known):
+        elif reason := (
+            _other_layer(one.shapes, known)
+            if base is not None
+            else _mixed_layer(one.shapes, known) or _unknown_layer(one.shapes, looked_up, classes)
+        ):
             reasons[name] = reason
         elif copied := next((layer for layer, X in one.copies.items() if not _is_weight(X, layer, base)), None):
             also = "is not the base model's" if base is not None else "only --model can compare"
@@ -136,6 +143,23 @@ def _mixed_layer(shapes: Shapes, known: Shapes) -> str | None:
             "another part: with --model its layers are looked up there"
         )
     return None
+
+
+def _classes(base: str | None, revision: str | None) -> Iterator[Shapes]:
+    """The layers of a named base model by class; none if it cannot be read here."""
+    with suppress(ModelError):
+        yield from layers_by_class(base, revision) if base else ()
+
+
+def _unknown_layer(shapes: Shapes, looked_up: dict[str, tuple[int, int]], classes: Iterator[Shapes]) -> str | None:
+    """A layer that the named base model has in no class.
+
+    Args:
+        looked_up: Its layers in the classes so far; those of the next class are added until all layers are there.
+    """
+    while (reason := _other_layer(shapes, looked_up)) and (more := next(classes, None)):
+        looked_up.update(more)
+    return reason if looked_up else None
 
 
 def _is_weight(copied: Tensor, layer: str, base: nn.Module | None) -> bool:

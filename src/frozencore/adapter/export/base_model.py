@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,18 @@ from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.core import BASE
@@ -38,6 +50,11 @@ from frozencore.files.hub import begins_as_path, safe_loading, why_unreadable
 from frozencore.text import one_line
 from frozencore.unwrapped_model import base_of
 
+TASK_CLASSES = (
+    AutoModelForCausalLM, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification,
+    AutoModelForQuestionAnswering, AutoModelForSeq2SeqLM,
+)  # fmt: skip
+"""The classes in which PEFT loads a base model for a task."""
 LOST_TO_ROUNDING = 0.01
 """The share of an update from which its loss by rounding is said."""
 
@@ -81,6 +98,26 @@ def layers_of(base: nn.Module | str | Path, revision: str | None = None) -> Base
         conv1d=frozenset(name for name, module in linear.items() if isinstance(module, Conv1D)),
         model=model,
     )
+
+
+def layers_by_class(base: str, revision: str | None) -> Iterator[Mapping[str, tuple[int, int]]]:
+    """The shapes of a model's linear layers in the class in which it was saved, then in those in which tasks load it.
+
+    Raises:
+        ModelError: Its configuration cannot be read.
+    """
+    loading = safe_loading(base, revision)
+    with _reading(base, loading):
+        config = AutoConfig.from_pretrained(**loading)
+        saved = _model_class(config)
+    for_tasks = (partial(auto.from_config, trust_remote_code=False) for auto in TASK_CLASSES)
+    for make in (saved, *for_tasks):
+        try:
+            with torch.device("meta"):
+                model = make(config)
+        except Exception:  # transformers raises many kinds; no model has a class for every task
+            continue
+        yield layers_of(model).shapes
 
 
 def base_name(origin: Path, base: str | Path | None, named: str | None) -> str:
