@@ -20,7 +20,7 @@ from frozencore.tune.config import RunConfig
 from frozencore.tune.provenance import Provenance as Provenance
 from frozencore.tune.record_part import Count, Finite, RecordPart, rounded
 from frozencore.tune.rows.prompts import TooLong
-from frozencore.tune.rows.row import CONTROL, NOT_WRITTEN, OTHER_PROMPT
+from frozencore.tune.rows.row import CONTROL, NOT_WRITTEN, OTHER_PROMPT, OTHER_ROLE
 from frozencore.tune.rows.row_sources import in_words
 
 RECORD_FORMAT: Final = 1
@@ -111,7 +111,7 @@ class ReadRows(RecordPart):
         lines = [f"{num_of(len(self.unused_columns), 'column')} not used: {unused}"] if unused else []
         for what, count in self.changed.items():
             rows = num_of(count, "row")
-            as_given = what.startswith((NOT_WRITTEN, CONTROL, OTHER_PROMPT))
+            as_given = what.startswith((NOT_WRITTEN, CONTROL, OTHER_PROMPT, OTHER_ROLE))
             lines.append(f"in {rows} {what}" if as_given else f"{rows} changed: {what}")
         if self.joined:
             where = "one token holds the end of the prompt and the beginning of the completion"

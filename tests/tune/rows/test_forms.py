@@ -87,6 +87,22 @@ def test_each_form_puts_the_loss_where_it_belongs(
         assert encoder.tokenizer.decode(tokens.input_ids[tokens.num_context :]) == completion
 
 
+def test_a_role_of_any_usual_name_is_the_templates_and_another_one_is_noted(
+    tmp_path: Path, byte_tokenizer: Callable[..., Any]
+) -> None:
+    encoder = PromptEncoder(byte_tokenizer(chat=True))
+    (wanted,) = texts_of(write(tmp_path / "rows.jsonl", [MESSAGES]), encoder)
+    assert wanted.changed == ()
+    for roles in (("human", "gpt"), ("User", "Assistant"), ("user", "model"), ("HUMAN ", "GPT")):
+        for column, role, content in (("messages", "role", "content"), ("conversations", "role", "content"),
+                                      ("conversations", "from", "value")):  # fmt: skip
+            turns = [{role: name, content: text} for name, text in zip(roles, ("Capital?", "Paris"), strict=True)]
+            assert texts_of(write(tmp_path / "rows.jsonl", [{column: turns}]), encoder) == [wanted]
+    bot = {"messages": [{"role": "bot", "content": "Hi"}, *MESSAGES["messages"]]}
+    (text,) = texts_of(write(tmp_path / "rows.jsonl", [bot]), encoder)
+    assert text.changed == ("the chat template does not name the role 'bot'",)
+
+
 def test_a_model_without_chat_takes_prompts_and_completions_of_any_name(
     tmp_path: Path, byte_tokenizer: Callable[..., Any]
 ) -> None:

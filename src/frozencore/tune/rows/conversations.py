@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from frozencore.errors import DataError
 from frozencore.text import HALF_A_CHARACTER
 from frozencore.tune.rows.chat_template import ChatTemplate, Message, Messages, Span, special_tokens
-from frozencore.tune.rows.row import NOT_WRITTEN, OTHER_PROMPT
+from frozencore.tune.rows.row import NOT_WRITTEN, OTHER_PROMPT, OTHER_ROLE
 from frozencore.tune.rows.row_sources import json_or_value
 
 LossOn = Literal["last", "all"]
@@ -26,6 +26,7 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPEN_THOUGHT = re.compile(r"(?:</?think>\s*)+$")
 _FLAGS = ("weight", "train", "loss", "loss_mask", "trainable")
 _TRUTHS = dict.fromkeys(("true", "1", "1.0", "yes"), True) | dict.fromkeys(("false", "0", "0.0", "no"), False)
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _NOT_TEXT = ("role", "type", "id", "tool_call_id")  # a template may take these in one form only
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # transformers gives a template one of these as the others
 _NESTED = f"a thought in the content as such, but an empty one before it; give it as {_THOUGHTS[0]}"
@@ -269,7 +270,7 @@ class Conversation:
         return [*missing, *([] if is_written and (text or not str(content or "").strip()) else ["the content"])]
 
     def _dropped(self, whole: str, turns: Mapping[int, Sequence[Span]]) -> tuple[str, ...]:
-        """The parts of the conversation that the template does not write.
+        """Notes on the parts of the conversation that the template does not write, and on roles that it does not name.
 
         A content is written if it stands in the text, and so is a thought beside it in a turn with loss. Another key is
         written if the template names it. A turn without loss may lack its thought.
@@ -304,7 +305,9 @@ class Conversation:
                     lost[key] = None
         if self.tools and "tools" not in source:
             lost["tools"] = None
-        return tuple(f"{NOT_WRITTEN} {what}" for what in lost)
+        roles = dict.fromkeys(str(message["role"]) for message in self.messages)
+        other = [f"{OTHER_ROLE} {role!r}" for role in roles if role not in _ROLES and role not in source]
+        return (*(f"{NOT_WRITTEN} {what}" for what in lost), *other)
 
 
 def _texts(content: Any) -> list[str]:

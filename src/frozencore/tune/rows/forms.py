@@ -206,11 +206,11 @@ def _sharegpt(row: RawRow, row_id: str) -> Row:
         return _conversation(_turns(row, "conversations", row_id), "conversations", row, row_id)
     turns = []
     for turn in _turns(row, "conversations", row_id, role="from"):
-        if turn["from"] not in SHAREGPT_ROLES:
+        if turn["from"].strip().lower() not in SHAREGPT_ROLES:
             known = ", ".join(SHAREGPT_ROLES)
             raise DataError(f"Row {row_id}: a turn of 'conversations' is from {known}, not from {turn['from']!r:.60}.")
         rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        turns.append({**rest, "role": SHAREGPT_ROLES[turn["from"]], "content": _text(turn, "value", row_id)})
+        turns.append({**rest, "role": turn["from"], "content": _text(turn, "value", row_id)})
     return _conversation(turns, "conversations", row, row_id)
 
 
@@ -233,6 +233,7 @@ def _turns(row: RawRow, column: str, row_id: str, role: str = "role") -> list[di
 def _conversation(
     turns: list[dict[str, Any]], column: str, row: RawRow, row_id: str, *, num_completion: int = 1
 ) -> Row:
+    turns = [{**turn, "role": SHAREGPT_ROLES.get(turn["role"].strip().lower(), turn["role"])} for turn in turns]
     for turn in turns:
         if turn.get("content") != "" and (turn.get("content") is not None or not turn.get("tool_calls")):
             text_field(turn, "content", row_id)

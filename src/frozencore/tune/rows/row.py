@@ -13,6 +13,7 @@ from frozencore.errors import DataError
 NOT_WRITTEN = "the chat template does not write"
 CONTROL = "the control token"
 OTHER_PROMPT = "a chat's prompt ends with"
+OTHER_ROLE = "the chat template does not name the role"
 """The beginnings of notes on a row whose text was not changed."""
 RawRow = Mapping[str, Any]
 """A row as read: values by column."""
