@@ -37,6 +37,7 @@ FILES = {
     "modl.yaml": "modl: pocket", "zzz.yaml": "zzz: 1", "twice.yaml": "lr: 1\nlearning-rate: 2",
     "deep.yaml": "data: rows.jsonl\nmodel: pocket\nout: {name: a}", "list.yaml": "- model",
     "again.yaml": "rank: 2\nrank: 3",
+    "stopped run/start/adapter_config.json": "{}", "stopped run/run.yaml": "model: pocket",
     "config.yaml": "config: other.yaml", "lora.yaml": "lora_r: 8",
     "strayed/adapter_config.json": '{"base_model_name_or_path": "./moved"}',
 }  # fmt: skip
@@ -121,6 +122,7 @@ BEFORE_TORCH = {
     f"evaluate --model ./none --task sst2 {X}": "there is no such folder",
     f"evaluate {M} --data none.jsonl {X}": "there is no file none.jsonl",
     f"evaluate {P} --adapter none {X}": "An adapter is a folder, but none does not exist",
+    f"evaluate {P} --adapter 'stopped run' {X}": r"stopped run holds an interrupted run.*--out 'stopped run'`\.$",
     f"evaluate {P} --out rows.txt": "rows.txt is not a writable folder",
     f"evaluate {P} --dtype int8 {X}": "--dtype must be one of auto, float32, bfloat16, float16, but 'int8' was given",
     f"evaluate {P} --num-evaluation 0 {X}": "--num-evaluation must be a whole number of at least 1, but 0 was given",

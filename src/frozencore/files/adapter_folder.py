@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 from unicodedata import category, normalize
@@ -21,6 +22,7 @@ IN_A_RUN = "adapter"  # the adapter's folder inside a run's
 COMPRESSION_FILE = "compress.json"  # what each adapter keeps, beside the basis of `frozencore compress`
 BASIS_FOLDER, RUN_FILE = "basis", "run.yaml"  # the given options of a run, in the form of --config
 MANIFEST_FILE = "tenants.json"  # beside the basis that many tenants share: what it was made of
+START = "start"  # the bases with cores of zero, in the folder of a run that has not ended
 UNFINISHED_FOLDER = "unfinished"  # tenants between two steps
 TOKENIZER_FILE = "tokenizer_config.json"
 TOKENIZER_FILES = (
@@ -87,10 +89,15 @@ def adapter_in(folder: Path) -> Path:
     """The folder of an adapter or a basis: the folder itself, or ``adapter`` in the folder of a run.
 
     Raises:
-        ArtifactError: There is none in either.
+        ArtifactError: There is none in either, or the run has not ended.
     """
     if (place := _adapter_at(folder)) is not None:
         return place
+    if (folder / RUN_FILE).is_file() and (folder / START).is_dir():
+        raise ArtifactError(
+            f"An adapter is saved when its run ends, but {folder} holds an interrupted run. Continue it: "
+            f"`frozencore tune --resume --out {shlex.quote(str(folder))}`."
+        )
     inside = sorted(child for child in folder.iterdir() if _adapter_at(child)) if folder.is_dir() else []
     more = f" It holds {num_of(len(inside), 'folder')} of adapters: did you mean {inside[0]}?" if inside else ""
     raise ArtifactError(f"{missing(folder, CONFIG_FILE)}{more}")

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from frozencore.errors import ArtifactError, FrozenCoreError, TrainingError
-from frozencore.files.adapter_folder import BASIS_FOLDER, IN_A_RUN, RUN_FILE
+from frozencore.files.adapter_folder import BASIS_FOLDER, IN_A_RUN, RUN_FILE, START
 from frozencore.files.atomic_write import remove_left, require_writable, write_json, write_text
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.text import flag_of
@@ -30,7 +30,7 @@ INPUTS = {
     "model": "the base model", "config": "the base model's configuration", "basis": "the basis",
     "start": "the core that it starts from", "recipe": "the recipe",
 }  # fmt: skip
-HASHES, BASE_SCORE, START, CHECKPOINTS = "inputs.json", "base-score.json", "start", "checkpoints"  # until a run ends
+HASHES, BASE_SCORE, CHECKPOINTS = "inputs.json", "base-score.json", "checkpoints"  # until a run ends, as START
 CALIBRATION = "calibration.json"  # in the start: the calibration that made it
 _NAMED = {RECORD: "a finished run", ADAPTER: "an adapter", BASIS: "a basis"}
 _OF_A_RUN = (ADAPTER, PREDICTIONS, SAMPLES, FIGURE, CHECKPOINTS, START, BASE_SCORE, HASHES)  # it overwrites them
