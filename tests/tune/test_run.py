@@ -255,7 +255,7 @@ def test_a_run_is_not_resumed_on_another_basis_at_the_same_place(tmp_path: Path)
         execute(config, tmp_path / "run", silent, resume=True)
 
 
-def test_a_run_is_not_resumed_on_another_model_or_on_other_rows(tmp_path: Path) -> None:
+def test_a_run_is_resumed_with_files_that_have_moved_and_not_on_another_model_or_on_other_rows(tmp_path: Path) -> None:
     rows, model = tmp_path / "rows.jsonl", tmp_path / "model"
     config = config_of(task=None, data=rows, num_train=None, num_evaluation=None, model=str(model))
 
@@ -267,6 +267,10 @@ def test_a_run_is_not_resumed_on_another_model_or_on_other_rows(tmp_path: Path) 
     write(0)
     with pytest.raises(KeyboardInterrupt):
         execute(config, tmp_path / "run", stop_at("train"))
+    moved = config.replaced(data=str(rows.rename(tmp_path / "moved.jsonl")))
+    with pytest.raises(KeyboardInterrupt):
+        execute(moved, tmp_path / "run", stop_at("train"), resume=True)
+    assert "moved.jsonl" in (tmp_path / "run" / "run.yaml").read_text()
     before = bytes_in(tmp_path / "run")
     write(1)
     with pytest.raises(TrainingError, match="the train rows and the calibration rows and the evaluation rows changed"):

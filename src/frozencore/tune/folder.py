@@ -34,7 +34,9 @@ HASHES, BASE_SCORE, CHECKPOINTS = "inputs.json", "base-score.json", "checkpoints
 CALIBRATION = "calibration.json"  # in the start: the calibration that made it
 _NAMED = {RECORD: "a finished run", ADAPTER: "an adapter", BASIS: "a basis"}
 _OF_A_RUN = (ADAPTER, PREDICTIONS, SAMPLES, FIGURE, CHECKPOINTS, START, BASE_SCORE, HASHES)  # it overwrites them
-_MAY_DIFFER = (*PLACES, "model", "report_to", "save_steps")  # in a resumed run; the model is compared by its hash
+HASHED = frozenset({*PLACES, "model", "data", "eval_data", "basis", "start_from"})
+"""Options that say where something is; a resumed run compares the hashes of what it reads there."""
+_MAY_DIFFER = HASHED | {"calibration_data", "report_to", "save_steps"}  # the hash of a run's calibration rows is kept
 
 
 def interrupted_work(out: Path) -> str | None:
@@ -75,8 +77,6 @@ def begin(out: Path, config: RunConfig, hashes: Mapping[str, str], *, resume: bo
                 f"To resume, model, basis, rows and recipe must be those that {out} began with, but {what} changed. "
                 "Choose another --out."
             )
-        if (out / RUN_FILE).is_file():
-            return
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / HASHES, hashes)
     write_text(out / RUN_FILE, as_flags(config))

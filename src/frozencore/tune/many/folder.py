@@ -11,11 +11,9 @@ from frozencore.files.adapter_folder import CONFIG_FILE, UNFINISHED_FOLDER, WEIG
 from frozencore.files.atomic_write import require_writable
 from frozencore.text import num_of, one_line
 from frozencore.tune.config import RunConfig
-from frozencore.tune.folder import ADAPTER, FAILURE, HASHES, RECORD, locked, record_of_run
+from frozencore.tune.folder import ADAPTER, FAILURE, HASHED, HASHES, RECORD, locked, record_of_run
 from frozencore.tune.record import RecordedConfig, TunedRecord
 
-HASHED = frozenset({"model", "data", "eval_data", "data_root", "device", "basis", "start_from"})
-"""Options that say where something is; a resumed run compares the hashes of what it reads there."""
 _WAY_OUT = "Choose another --out, or move that folder away."
 _GIVE_SAME = "Give the same, or choose another --out."
 
