@@ -87,6 +87,16 @@ def test_each_form_puts_the_loss_where_it_belongs(
         assert encoder.tokenizer.decode(tokens.input_ids[tokens.num_context :]) == completion
 
 
+def test_a_content_in_parts_of_text_is_their_text(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
+    encoder = PromptEncoder(byte_tokenizer(chat=True))
+    (wanted,) = texts_of(write(tmp_path / "rows.jsonl", [MESSAGES]), encoder)
+    parts = [{"type": "text", "text": "Capi"}, {"type": "text", "text": "tal?"}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "Paris"}]}
+    for suffix in (".jsonl", ".parquet"):
+        row = {"messages": [{"role": "user", "content": parts}, answer]}
+        assert texts_of(write(tmp_path / f"rows{suffix}", [row]), encoder) == [wanted]
+
+
 def test_a_role_of_any_usual_name_is_the_templates_and_another_one_is_noted(
     tmp_path: Path, byte_tokenizer: Callable[..., Any]
 ) -> None:
@@ -335,6 +345,10 @@ def answered(**options: Any) -> dict[str, Any]:
         ([{"messages": [{"role": "user", "content": None}, *MESSAGES["messages"][1:]]}], "Row row-1: column 'content'"),
         ([CONVERSATIONAL | {"completion": "Paris"}], r"Row row-1: column 'completion' must hold a list of turns"),
         ([{"conversations": [{"from": "bing", "value": "a"}]}], r"a turn of 'conversations' is from human, .*'bing'"),
+        (
+            [{"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]}],
+            r"Row row-1: column 'content' must hold text, but holds a part of type 'image'. .* examples/vision.py",
+        ),
         ([answered(weight=0)], "Row row-1: no turn to learn is left, as messages have weight 0 or train false"),
         ([answered(weight=0.5)], r"Row row-1: a message's flags of loss must be true .* got {'weight': 0.5}"),
         ([answered(tool_calls=[CALL | {"function": {"arguments": "{"}}])], "'arguments' of a tool call must"),

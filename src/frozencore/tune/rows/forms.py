@@ -235,6 +235,8 @@ def _conversation(
 ) -> Row:
     turns = [{**turn, "role": SHAREGPT_ROLES.get(turn["role"].strip().lower(), turn["role"])} for turn in turns]
     for turn in turns:
+        if isinstance(parts := turn.get("content"), list) and parts:
+            turn["content"] = "".join(_text_of_part(part, row_id) for part in parts)
         if turn.get("content") != "" and (turn.get("content") is not None or not turn.get("tool_calls")):
             text_field(turn, "content", row_id)
     if len(turns) < 2 or turns[-1]["role"] != "assistant":
@@ -249,6 +251,17 @@ def _conversation(
             raise DataError(f"Row {row_id}: column 'system' and the first turn must be the same, but they differ.")
         turns = [first, *(turns[1:] if turns[0]["role"] == "system" else turns)]
     return Row(row_id, messages=tuple(turns), num_completion=num_completion, tools=_tools(row, row_id))
+
+
+def _text_of_part(part: Any, row_id: str) -> str:
+    """The text of a part of a content; templates write the texts of parts without anything between them."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text":
+        raise DataError(
+            f"Row {row_id}: column 'content' must hold text, but holds a part of type {kind!r:.60}. `tune` reads text "
+            "only; examples/vision.py trains on images."
+        )
+    return _text(part, "text", row_id)
 
 
 def _system(row: RawRow, row_id: str) -> str:
