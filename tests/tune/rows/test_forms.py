@@ -338,6 +338,10 @@ def answered(**options: Any) -> dict[str, Any]:
         ),
         ([PAIR, {"prompt": "a"}], r"Row row-2: column 'completion' must hold text, but holds nothing"),
         ([{"text": 3}], r"Row row-1: column 'text' must hold text, but holds 3"),
+        (
+            [PAIR | {"completion": 0}],
+            r"'completion' must hold text, but holds 0. Write the name of the class, or the n",
+        ),
         ([MESSAGES, {"messages": MESSAGES["messages"][:1]}], r"Row row-2: 'messages' must end with the assistant"),
         ([{"messages": "hello"}], r"Row row-1: column 'messages' must hold a list"),
         ([{"messages": [{"role": "user"}]}], r"Row row-1: column 'content'"),
