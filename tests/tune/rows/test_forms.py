@@ -353,6 +353,7 @@ def answered(**options: Any) -> dict[str, Any]:
             [{"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]}],
             r"Row row-1: column 'content' must hold text, but holds a part of type 'image'. .* examples/vision.py",
         ),
+        ([{"conversations": [{"from": "observation", "value": "a"}]}], "'observation'. .* give calls as `tool_calls`"),
         ([answered(weight=0)], "Row row-1: no turn to learn is left, as messages have weight 0 or train false"),
         ([answered(weight=0.5)], r"Row row-1: a message's flags of loss must be true .* got {'weight': 0.5}"),
         ([answered(tool_calls=[CALL | {"function": {"arguments": "{"}}])], "'arguments' of a tool call must"),

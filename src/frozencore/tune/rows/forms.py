@@ -208,7 +208,10 @@ def _sharegpt(row: RawRow, row_id: str) -> Row:
     for turn in _turns(row, "conversations", row_id, role="from"):
         if turn["from"].strip().lower() not in SHAREGPT_ROLES:
             known = ", ".join(SHAREGPT_ROLES)
-            raise DataError(f"Row {row_id}: a turn of 'conversations' is from {known}, not from {turn['from']!r:.60}.")
+            raise DataError(
+                f"Row {row_id}: a turn of 'conversations' is from {known}, not from {turn['from']!r:.60}. Tool "
+                "calls are read in 'messages': give calls as `tool_calls`, and their results with the role tool."
+            )
         rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
         turns.append({**rest, "role": turn["from"], "content": _text(turn, "value", row_id)})
     return _conversation(turns, "conversations", row, row_id)
