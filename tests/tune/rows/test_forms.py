@@ -75,6 +75,7 @@ def test_each_form_puts_the_loss_where_it_belongs(
     flat = (
         (PAIR, "<s>user\nCapital of France?</s>\n<s>assistant\n", "Paris</s>"),
         (ALPACA, "<s>user\nName the capital.\n\nFrance</s>\n<s>assistant\n", "Paris</s>"),
+        (ALPACA | {"instruction": ""}, "<s>user\nFrance</s>\n<s>assistant\n", "Paris</s>"),
         (TEXT, "<s>", "Paris is a capital.</s>"),
     )
     messages = {"conversations": MESSAGES["messages"]}
@@ -361,6 +362,10 @@ def answered(**options: Any) -> dict[str, Any]:
         ([MESSAGES | {"tools": "{"}], r"Row row-1: column 'tools' must hold a list"),
         ([MESSAGES | {"tools": "[" * 100_000}], r"Row row-1: column 'tools' must hold a list"),
         ([ALPACA | {"input": ["France"]}], r"Row row-1: column 'input' must hold text, but holds \['France'\]"),
+        (
+            [ALPACA | {"instruction": " ", "input": ""}],
+            r"Row row-1: column 'instruction' must hold text, but holds ' '",
+        ),
         ([ALPACA | {"input": 0}], r"Row row-1: column 'input' must hold text, but holds 0"),
         ([PAIR | {"system": False}], r"Row row-1: column 'system' must hold text, but holds False"),
         ([MESSAGES | {"tools": 0}], r"Row row-1: column 'tools' must hold a list"),

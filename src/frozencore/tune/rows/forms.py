@@ -192,10 +192,9 @@ def _pair(row: RawRow, row_id: str) -> Row:
 
 
 def _instruction(row: RawRow, row_id: str) -> Row:
-    asked, answer = (_text(row, column, row_id) for column in ALPACA)
-    if _is_given(row, "input"):
-        asked += "\n\n" + _text(row, "input", row_id)
-    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    given = [column for column in ("instruction", "input") if _is_given(row, column)] or ["instruction"]
+    asked = "\n\n".join(_text(row, column, row_id) for column in given)
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": _text(row, "output", row_id)}]
     return _conversation(turns, "output", row, row_id)
 
 
