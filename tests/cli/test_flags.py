@@ -13,7 +13,7 @@ import pytest
 
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.cli.flags import RunCommand
-from frozencore.cli.foreign_flags import OURS, counterpart
+from frozencore.cli.foreign_flags import OURS, REASONS, counterpart
 from frozencore.cli.tune import tune
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
@@ -107,8 +107,12 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
 def test_a_flag_of_another_trainer_is_named_beside_ours() -> None:
     parameters = signature(tune).parameters  # type: ignore[arg-type]  # callable as typer sees it
     flags = {flag for one in parameters.values() for flag in get_args(one.annotation)[1].param_decls}
-    assert {ours.split()[0] for ours in OURS.values()} <= flags | {flag_of(name) for name in parameters} | {"--out"}
+    known = flags | {flag_of(name) for name in parameters} | {"--out"}
+    assert set(re.findall("--[a-z-]+", str([OURS, REASONS]))) <= known
+    assert not {flag_of(name) for name in (*OURS, *REASONS)} & known
     assert counterpart("--lora-r") == "The flag --lora-r is called --rank here."
+    assert counterpart("cutoff_len") == "The key cutoff_len is called max-length here."
+    assert counterpart("--fp16") == "The flag --fp16 is called --dtype float16 here."
     assert counterpart("--hub-strategy") is None
 
 

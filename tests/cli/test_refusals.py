@@ -38,7 +38,7 @@ FILES = {
     "deep.yaml": "data: rows.jsonl\nmodel: pocket\nout: {name: a}", "list.yaml": "- model",
     "again.yaml": "rank: 2\nrank: 3",
     "stopped run/start/adapter_config.json": "{}", "stopped run/run.yaml": "model: pocket",
-    "config.yaml": "config: other.yaml", "lora.yaml": "lora_r: 8",
+    "config.yaml": "config: other.yaml", "lora.yaml": "lora_r: 8\nrnk: 8\nsample_packing: true",
     "strayed/adapter_config.json": '{"base_model_name_or_path": "./moved"}',
 }  # fmt: skip
 
@@ -73,7 +73,8 @@ BEFORE_TORCH = {
     f"tune {P} --rank": "'--rank' requires an argument",
     f"tune {P} {X} y": "unexpected extra argument",
     "export": "Missing argument",
-    "tune --config lora.yaml": "'lora_r', which `tune` does not know. The flag lora_r is called --rank here",
+    "tune --config lora.yaml": "the keys 'lora_r', 'rnk', 'sample_packing', .*. The key lora_r is called rank here. "
+    "Did you mean rank. The key sample_packing has no counterpart here: rows are not packed. Leave it out",
     f"tune {M} --task svmp {X}": "Did you mean 'svamp'",
     f"tune {P} --method fccca {X}": "Did you mean 'fcca'",
     f"tune --model smolm2 --task sst2 {X}": r"Did you mean 'smollm2'\?",

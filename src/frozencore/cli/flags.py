@@ -214,7 +214,7 @@ def _take_file(context: typer.Context, file: Path | None) -> typer.Context:
 
 
 def _flags_in(context: typer.Context, file: Path) -> dict[str, Any]:
-    """Read the flags of a verb from a file; a key that is no flag is refused."""
+    """Read the flags of a verb from a file; keys that are no flags are refused."""
     given = read_yaml(file)
     if not isinstance(given, dict):
         raise ConfigError(f"{file} must hold flags as `rank: 8`, a line each.")
@@ -224,16 +224,19 @@ def _flags_in(context: typer.Context, file: Path) -> dict[str, Any]:
         for spelled in parameter.opts
         if spelled not in ("--help", "-h", "--config")
     }
+    meant: dict[str, str] = {}
+    for key in map(str, given):
+        if (name := key.replace("_", "-")) not in flags:
+            near = nearest_name(name, flags, similar=0.75)
+            guess = f"Did you mean {near}?" if near else f"See `frozencore {context.info_name} --help`."
+            meant[key] = counterpart(key) or guess
+    if meant:
+        keys = f"the key{'s' if len(meant) > 1 else ''} {', '.join(f'{key!r:.80}' for key in meant)}"
+        says = " ".join(dict.fromkeys(meant.values()))
+        raise ConfigError(f"{file} has {keys}, which `{context.info_name}` does not know. {says}")
     values: dict[str, Any] = {}
     for key, value in given.items():
         name = str(key).replace("_", "-")
-        if name not in flags:
-            near = nearest_name(name, flags, similar=0.75)
-            meant = f"Did you mean {near}?" if near else f"See `frozencore {context.info_name} --help`."
-            meant = counterpart(str(key)) or meant
-            raise ConfigError(
-                f"{file} has the key {str(key)!r:.80}, which `{context.info_name}` does not know. {meant}"
-            )
         parameter = flags[name]
         if parameter.name in values:
             raise ConfigError(f"{file} gives {name} twice, by its two names. Leave one out.")
