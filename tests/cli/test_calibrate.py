@@ -121,14 +121,15 @@ def write_sums(file: Path, more: int, num_rows: int = 8) -> Path:
 
 
 def test_a_basis_of_tenants_carries_their_cores(command: Command, tmp_path: Path) -> None:
+    tmp_path = tmp_path / "a shop"
     tenants, basis = tmp_path / "tenants", tmp_path / "shop" / "basis"
-    tenants.mkdir()
+    tenants.mkdir(parents=True)
     for more, name in enumerate(("anna", "ben")):
         write_sums(tenants / f"{name}.jsonl", more)
     few = ("--rank", 4, "--calibration-size", 4)
     status, out, err = command("calibrate", *FEW[:2], *few, "--tenants", tenants, "--out", tmp_path / "shop")
     assert status == 0, err
-    assert f"Next: frozencore tune-many --tenants {tenants} --model {FEW[1]} --basis {basis} --out OUT\n" in out
+    assert f"Next: frozencore tune-many --tenants '{tenants}' --model {FEW[1]} --basis '{basis}' --out OUT\n" in out
     assert {path.name for path in (tmp_path / "shop").iterdir()} == {"adapter", "basis"}
     said = json.loads((basis / "basis.json").read_text())["calibrated_on"]
     assert re.fullmatch(r"4 rows of .*tenants, \d+ tokens", said)
@@ -143,7 +144,7 @@ def test_a_basis_of_tenants_carries_their_cores(command: Command, tmp_path: Path
     short = ["--epochs", 1, "--batch-size", 4, "--basis", basis]
     status, out, err = command("tune-many", *FEW[:2], "--tenants", tenants, *short, "--out", tmp_path / "many")
     assert status == 0, err
-    assert f"Next: frozencore chat {tmp_path / 'many' / 'anna'} --with-base\n" in out
+    assert f"Next: frozencore chat '{tmp_path / 'many' / 'anna'}' --with-base\n" in out
     status, _, err = command("tune", *FEW[:2], "--data", tenants / "ben.jsonl", *short, "--out", tmp_path / "ben")
     assert status == 0, err
     assert said in (tmp_path / "ben" / "adapter" / "README.md").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -144,7 +145,8 @@ def _tune_many(
     if not succeeded and num_started() == 1:  # torchrun would end the other processes before they have finished
         raise typer.Exit(1)
     if succeeded and is_first():
-        console.print(f"Next: frozencore chat {output / next(iter(names))} --with-base", soft_wrap=True)
+        first = shlex.quote(str(output / next(iter(names))))
+        console.print(f"Next: frozencore chat {first} --with-base", soft_wrap=True)
 
 
 tune_many = RunCommand(
@@ -183,9 +185,9 @@ def _calibrate(
     if not is_first():
         return
     runs.print_calibration(calibration, caught, output, every_layer=all_layers)
-    rows = "tune --data ROWS" if tenants is None else f"tune-many --tenants {tenants}"
-    next_line = f"frozencore {rows} --model {config.model.name} --basis {output / BASIS} --out OUT"
-    console.print(f"Next: {next_line}", soft_wrap=True)
+    rows = ["tune", "--data", "ROWS"] if tenants is None else ["tune-many", "--tenants", str(tenants)]
+    words = [*rows, "--model", config.model.name, "--basis", str(output / BASIS), "--out", "OUT"]
+    console.print(f"Next: frozencore {shlex.join(words)}", soft_wrap=True)
 
 
 calibrate = RunCommand(

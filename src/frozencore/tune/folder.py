@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -117,7 +118,7 @@ def require_same_options(out: Path, config: RunConfig) -> None:
         if was != given and name not in _MAY_DIFFER:
             raise TrainingError(
                 f"A resumed run has the options that it began with, but {flag_of(name)} is {given}, and was {was}. "
-                f"`--resume --out {out}` needs no other option; or choose another --out."
+                f"`--resume --out {shlex.quote(str(out))}` needs no other option; or choose another --out."
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -81,7 +82,8 @@ def run(
         campaign, output, console, data_root=data_root, models=_models(model_path), num_workers=workers, device=device,
         ray_address=ray, retry_failed=retry_failed,
     )  # fmt: skip
-    console.print(f"Next: frozencore campaign report {output or default_folder(campaign)}", highlight=False)
+    folder = shlex.quote(str(output or default_folder(campaign)))
+    console.print(f"Next: frozencore campaign report {folder}", highlight=False)
     raise typer.Exit(0 if not standing.failed and not standing.left else 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,8 +41,8 @@ def task(
         if rows := getattr(splits, part):
             write_lines(output / f"{part}.jsonl", map(_line, rows))
             console.print(f"{len(rows):,} rows: {output / part}.jsonl", soft_wrap=True)
-    files = f"--data {output}/train.jsonl --eval-data {output}/evaluation.jsonl"
-    console.print(f"Next: frozencore tune --model MODEL {files} --out OUT", soft_wrap=True)
+    files = ["--data", f"{output}/train.jsonl", "--eval-data", f"{output}/evaluation.jsonl"]
+    console.print(f"Next: frozencore tune --model MODEL {shlex.join(files)} --out OUT", soft_wrap=True)
 
 
 def _line(row: Row) -> dict[str, Any]:
