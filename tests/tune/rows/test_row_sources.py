@@ -76,6 +76,12 @@ def test_a_table_in_a_folder_has_the_texts_of_the_file_itself(ending: str, tmp_p
     assert read_source(f"{file.parent}:train[:34%]") == rows[:1]
 
 
+def test_a_table_of_a_spreadsheet_may_be_separated_by_semicolons(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('\ufeff"prompt";completion\nHow much, in all?;3,50\n"a;b";c\n')
+    read = [{"prompt": "How much, in all?", "completion": "3,50"}, {"prompt": "a;b", "completion": "c"}]
+    assert read_source(str(tmp_path / "rows.csv")) == read
+
+
 CARDS = {
     "header: null": [{"0": "a, b", "1": 1}, {"0": "c", "1": 2}],
     'quotechar: "\'"': None,

@@ -27,8 +27,11 @@ def decompressed(path: Path, compression: str) -> IO[bytes]:
 
 
 def _read_separated(content: IO[bytes], *, separator: str) -> list[RawRow]:
-    """Read a table as text."""
+    """Read a table as text; where commas are for decimals, spreadsheets separate the cells of a CSV by semicolons."""
     whole = content.read()
+    header = whole.lstrip().partition(b"\n")[0]
+    if b";" in header and separator.encode() not in header:
+        separator = ";"
     quoting = csv.QUOTE_NONE if separator == "\t" and _is_plain(whole) else csv.QUOTE_MINIMAL
     try:
         table = pandas.read_csv(
