@@ -105,10 +105,10 @@ def test_a_role_of_any_usual_name_is_the_templates_and_another_one_is_noted(
     (wanted,) = texts_of(write(tmp_path / "rows.jsonl", [MESSAGES]), encoder)
     assert wanted.changed == ()
     for roles in (("human", "gpt"), ("User", "Assistant"), ("user", "model"), ("HUMAN ", "GPT")):
-        for column, role, content in (("messages", "role", "content"), ("conversations", "role", "content"),
-                                      ("conversations", "from", "value")):  # fmt: skip
+        for role, content in (("role", "content"), ("from", "value")):
             turns = [{role: name, content: text} for name, text in zip(roles, ("Capital?", "Paris"), strict=True)]
-            assert texts_of(write(tmp_path / "rows.jsonl", [{column: turns}]), encoder) == [wanted]
+            for column in ("messages", "conversations"):
+                assert texts_of(write(tmp_path / "rows.jsonl", [{column: turns}]), encoder) == [wanted]
     bot = {"messages": [{"role": "bot", "content": "Hi"}, *MESSAGES["messages"]]}
     (text,) = texts_of(write(tmp_path / "rows.jsonl", [bot]), encoder)
     assert text.changed == ("the chat template does not name the role 'bot'",)
@@ -330,6 +330,7 @@ def answered(**options: Any) -> dict[str, Any]:
     [
         ([], "holds no rows"),
         ([{"question": "a"}], "needs the columns prompt and completion, .* or text, but row 1 has question"),
+        ([{"dialog": SHAREGPT["conversations"]}], r"row 1 has dialog. Other names: --columns messages=dialog\."),
         ([PAIR, PAIR | {"label": False}], r"holds good and bad answers .* KTOTrainer.*--columns"),
         ([PAIR | {"label": "True"}], r"holds good and bad answers"),
         ([answered(loss="maybe")], r"a message's flags of loss must be true or false"),
@@ -354,7 +355,10 @@ def answered(**options: Any) -> dict[str, Any]:
             [{"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]}],
             r"Row row-1: column 'content' must hold text, but holds a part of type 'image'. .* examples/vision.py",
         ),
-        ([{"conversations": [{"from": "observation", "value": "a"}]}], "'observation'. .* give calls as `tool_calls`"),
+        (
+            [{"conversations": [{"from": "observation", "value": "a"}]}],
+            "'observation'. Give tool calls as `tool_calls`",
+        ),
         ([answered(weight=0)], "Row row-1: no turn to learn is left, as messages have weight 0 or train false"),
         ([answered(weight=0.5)], r"Row row-1: a message's flags of loss must be true .* got {'weight': 0.5}"),
         ([answered(tool_calls=[CALL | {"function": {"arguments": "{"}}])], "'arguments' of a tool call must"),

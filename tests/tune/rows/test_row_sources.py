@@ -121,6 +121,8 @@ def test_a_file_that_is_not_there_is_guessed_among_its_neighbours(tmp_path: Path
     (tmp_path / "tickets.csv").write_text("prompt,completion\na,b\n")
     with pytest.raises(DataError, match=r"^--data: there is no file .*tikets.csv. Did you mean .*/tickets.csv\?$"):
         read_source(str(tmp_path / "tikets.csv"))
+    with pytest.raises(DataError, match=r"there is no file .*/ticket\*.csv. Repeat --data for each file.$"):
+        read_source(str(tmp_path / "ticket*.csv"))
     (tmp_path / "link.csv").symlink_to("moved.csv")
     with pytest.raises(DataError, match=r"there is no file .*/link.csv"):
         read_source(str(tmp_path / "link.csv"))

@@ -21,6 +21,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
@@ -175,7 +176,11 @@ def _form_of(rows: Sequence[RawRow], origin: str) -> tuple[str, ...]:
     if {"chosen", "rejected"} <= rows[0].keys():
         way_out = "Preferences (chosen and rejected) are learned with TRL, as examples/dpo.py does."
     else:
-        way_out = "Other names: --columns prompt=NAME,completion=NAME."
+        lists = {column: value for column, value in rows[0].items() if isinstance(value, list)}
+        talks = [
+            f"messages={column}" for column, turns in lists.items() if isinstance(next(iter(turns), None), Mapping)
+        ]
+        way_out = f"Other names: --columns {next(iter(talks), 'prompt=NAME,completion=NAME')}."
     raise DataError(
         f"{origin} needs the columns prompt and completion, or messages, or instruction and output, or conversations, "
         f"or text, but row 1 has {', '.join(rows[0]) or 'none'}. {way_out}"
@@ -198,22 +203,22 @@ def _instruction(row: RawRow, row_id: str) -> Row:
     return _conversation(turns, "output", row, row_id)
 
 
-def _sharegpt(row: RawRow, row_id: str) -> Row:
-    given = row.get("conversations")
+def _talk(row: RawRow, row_id: str, *, column: str) -> Row:
+    given = row.get(column)
     first = given[0] if isinstance(given, list) and given else None
-    if isinstance(first, Mapping) and first.get("from") is None and first.get("role") is not None:
-        return _conversation(_turns(row, "conversations", row_id), "conversations", row, row_id)
+    if not isinstance(first, Mapping) or first.get("from") is None:
+        return _conversation(_turns(row, column, row_id), column, row, row_id)
     turns = []
-    for turn in _turns(row, "conversations", row_id, role="from"):
+    for turn in _turns(row, column, row_id, role="from"):
         if turn["from"].strip().lower() not in SHAREGPT_ROLES:
             known = ", ".join(SHAREGPT_ROLES)
             raise DataError(
-                f"Row {row_id}: a turn of 'conversations' is from {known}, not from {turn['from']!r:.60}. Tool "
-                "calls are read in 'messages': give calls as `tool_calls`, and their results with the role tool."
+                f"Row {row_id}: a turn of {column!r} is from {known}, not from {turn['from']!r:.60}. Give tool calls "
+                "as `tool_calls` of a turn with role and content, and their results with the role tool."
             )
         rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
         turns.append({**rest, "role": turn["from"], "content": _text(turn, "value", row_id)})
-    return _conversation(turns, "conversations", row, row_id)
+    return _conversation(turns, column, row, row_id)
 
 
 def _text(row: RawRow, column: str, row_id: str) -> str:
@@ -285,9 +290,9 @@ def _tools(row: RawRow, row_id: str) -> list[Any] | None:
 PAIR, ALPACA = ("prompt", "completion"), ("instruction", "output")
 _FORMS: dict[tuple[str, ...], Callable[[RawRow, str], Row]] = {
     PAIR: _pair,
-    ("messages",): lambda row, row_id: _conversation(_turns(row, "messages", row_id), "messages", row, row_id),
+    ("messages",): partial(_talk, column="messages"),
     ALPACA: _instruction,
-    ("conversations",): _sharegpt,
+    ("conversations",): partial(_talk, column="conversations"),
     ("text",): lambda row, row_id: Row(row_id, completion=_text(row, "text", row_id)),
 }
 KNOWN = {column for columns in _FORMS for column in columns} | {"input", "choices", "system", "tools"}

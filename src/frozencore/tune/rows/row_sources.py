@@ -64,6 +64,7 @@ def require_source(data: str, *, option: str = "--data") -> None:
             path.name, [other.name for other in path.parent.glob("*") if row_file(other.name) and other.exists()]
         )
         guess = f" Did you mean {path.with_name(near)}?" if near else f" {option} takes {KINDS}."
+        guess = " Repeat --data for each file." if "*" in path.name else guess
         raise DataError(f"{option}: there is no file {path}.{guess}")
     if path.is_dir() or row_file(path.name) is None:
         way_out = f"Name a split of its data set, as {data}:train" if path.is_dir() else "Convert it to one of these"
