@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from peft import get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from tqdm.auto import tqdm
 from transformers import DataCollatorWithFlattening, Qwen2ForSequenceClassification
 
 import references as ref
@@ -101,6 +103,15 @@ def test_what_was_found_is_reported_per_layer(evidence: dict) -> None:
         assert layer.error_spread == pytest.approx(
             np.diag(e.D).max() / np.sort(np.diag(e.D))[(len(e.D) - 1) // 2], rel=1e-3
         )
+
+
+def test_bars_are_off_where_the_environment_turns_those_of_tqdm_off(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for of_environment in ({}, {"disable": True}):  # TQDM_DISABLE=1 is read when tqdm is imported
+        monkeypatch.setattr("frozencore.adapter.calibrate.tqdm", partial(tqdm, **of_environment))
+        calibrate(adapted("fcca", calibrated=False), BATCHES)
+        assert ("calibration" in capfd.readouterr().err) != bool(of_environment)
 
 
 def test_a_calibration_in_inference_mode_is_one_to_train_on() -> None:

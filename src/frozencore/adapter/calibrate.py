@@ -30,7 +30,7 @@ from frozencore.distributed import all_gather, check_same_call, raise_on_any_ran
 from frozencore.errors import CalibrationError, ModelError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import LayerMoments
-from frozencore.progress import Progress
+from frozencore.progress import Progress, no_progress
 from frozencore.quiet import with_attributes
 
 
@@ -172,6 +172,7 @@ def _metrics_kept(loss_fn: LossFn | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def _reporting(progress: bool | Progress) -> Iterator[Progress]:
+    progress = progress or no_progress
     if callable(progress):
         yield progress
         return
@@ -179,7 +180,7 @@ def _reporting(progress: bool | Progress) -> Iterator[Progress]:
 
     def show(stage: str, done: int, total: int | None, note: str = "") -> None:
         if stage not in bars:
-            bars[stage] = tqdm(desc=stage, disable=not progress)
+            bars[stage] = tqdm(desc=stage)
         bars[stage].total = total  # the total grows when memory runs out
         bars[stage].update(done - bars[stage].n)
 
