@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,13 @@ def execution_device(module: torch.nn.Module) -> torch.device:
             if (place := getattr(getattr(part, "_hf_hook", None), "execution_device", None)) is not None:
                 return torch.device(place)
     return device
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Compute in the dtypes of the tensors inside, on every device, also where the caller uses ``torch.autocast``."""
+    with torch._C._DisableAutocast():
+        yield
 
 
 def memory_of(device: torch.device) -> int:

@@ -133,6 +133,21 @@ def test_moments_collected_before_give_the_same_bytes(constructor: str) -> None:
     assert bases(model) == bases(adapted(constructor))
 
 
+@pytest.mark.parametrize("constructor", [*DATA_DRIVEN, "lora_xs"])
+def test_autocast_rounds_the_models_pass_and_neither_moments_nor_bases(constructor: str) -> None:
+    plain, model, moments = adapted(constructor), adapted(constructor, calibrated=False), {}
+    needs = CONSTRUCTORS[constructor].needs(CONSTRUCTORS[constructor].options())
+    if needs:
+        moments = collect_moments(tiny_qwen2(), BATCHES, NAMES, needs=needs)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = collect_moments(tiny_qwen2(), BATCHES, NAMES, needs=needs | {"input_square"})
+        found = calibrate(model, moments=moments, progress=False)
+    assert bases(model) == bases(plain)
+    assert found.layers == calibrate(plain, moments=moments, progress=False).layers
+    for layer in inside.values():
+        assert {getattr(layer, name).dtype for name in layer.names()} == {torch.float32}
+
+
 def test_calibration_looks_at_the_base_model_whatever_adapters_are_active() -> None:
     expected = bases(adapted("fcca"))
     model = adapted("random", trained=True)

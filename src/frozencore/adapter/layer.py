@@ -28,7 +28,7 @@ from frozencore.adapter.base_record import sample_weight
 from frozencore.adapter.basis import layer_digest, require_set
 from frozencore.adapter.core_product import CorePart, PerRowCores, plus_core, require_batch_axis
 from frozencore.adapter.shared_factors import SharedFactors
-from frozencore.device import execution_device
+from frozencore.device import execution_device, without_autocast
 from frozencore.errors import ModelError
 from frozencore.maths.basis import LayerBasis, known_basis
 
@@ -353,9 +353,9 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         """``s·P R Qᵀ`` in the layout of the base weight, computed in float32."""
         return self._update(*self.factors(adapter_name), self.frozencore_scale[adapter_name])
 
+    @without_autocast()
     def _update(self, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
-        with torch.autocast(P.device.type, enabled=False):
-            delta = (P.to(R.dtype) @ R @ Q.to(R.dtype).mT) * scale
+        delta = (P.to(R.dtype) @ R @ Q.to(R.dtype).mT) * scale
         return delta.mT if isinstance(self.get_base_layer(), Conv1D) else delta
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from frozencore.calibration.axes import find_seq_first_layers
 from frozencore.calibration.batches import CountedTokens
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.device import find_device
+from frozencore.device import find_device, without_autocast
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import (
     BACKWARD_MOMENTS,
@@ -286,6 +286,7 @@ class CalibrationPass:
             "calibrate(..., loss_fn=lambda model, batch: model(**batch).loss)."
         )
 
+    @without_autocast()
     def record(
         self,
         recorder: LayerRecorder,

@@ -15,6 +15,7 @@ from frozencore.constructors.filora import FiLoRA, FiLoRAOptions
 from frozencore.constructors.lora_xs import LoRAXS, MiLoRA
 from frozencore.constructors.random import Random, VeRA
 from frozencore.constructors.signgrad import SignGrad, SignGradOptions
+from frozencore.device import without_autocast
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.basis import LayerBasis
 from frozencore.options import Option, options_of
@@ -108,6 +109,7 @@ def check_unused_options(constructor: str, given: Mapping[str, Any]) -> None:
             )
 
 
+@without_autocast()
 def build_basis(constructor: str, layer: LayerData, options: BasisOptions) -> LayerBasis:
     """Build one layer's basis with the named constructor; errors name the layer.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from jaxtyping import Float
 
-from frozencore.device import torch
+from frozencore.device import torch, without_autocast
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.linalg import effective_rank
@@ -111,6 +111,7 @@ def measure_capture(moments: LayerMoments, basis: LayerBasis, metric: Whitening 
     )
 
 
+@without_autocast()
 def capture_or_none(moments: LayerMoments | None, basis: LayerBasis) -> Capture | None:
     """Run :func:`measure_capture`; return None if a moment is missing or unusable."""
     if moments is None or not set(moments.names()) >= CAPTURE_NEEDS:
