@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx.experimental._config import patch as patch_of_torch
 
 import frozencore.calibration.hooks
 import references as ref
@@ -19,7 +20,7 @@ from fixtures import tried
 from frozencore.calibration.batches import CountedTokens
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.hooks import PassSpec, recording
+from frozencore.calibration.hooks import LayerRecorder, PassSpec, recording
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import MOMENT_NAMES
 from references import numpy_of
@@ -220,6 +221,26 @@ def test_sums_that_are_held_elsewhere_are_added_strip_by_strip_to_the_same(
         for moment in EVERYTHING:
             found, wanted = getattr(elsewhere[name], moment), getattr(expected, moment)
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+class OnAGpu(Tensor):
+    """Is indexed as a GPU indexes: by what it holds itself."""
+
+    def __getitem__(self, index: Tensor) -> Tensor:  # type: ignore[override]
+        assert index.device == self.device
+        return super().__getitem__(index)
+
+
+def test_a_layer_may_be_on_another_gpu_than_the_rows_of_the_batch() -> None:
+    """The meta device stands for the second one: every row of it counts as one with an error."""
+    x, delta = (torch.empty(2, 3, width, device="meta") for width in (4, 5))
+    needs, options = frozenset({"cross", "error_square"}), CalibrationOptions(tokens="nonzero_delta")
+    with patch_of_torch(meta_nonzero_assume_all_nonzero=True), recording(PassSpec({}, needs, options)) as capture:
+        capture.tokens = CountedTokens((2, 3), torch.tensor([0, 2, 3, 4]).as_subclass(OnAGpu))
+        recorder = LayerRecorder("layer", None)
+        capture.record(recorder, capture.tokens.rows, x, delta)
+    assert recorder.num_tokens == 4
+    assert {total.device.type for total in recorder.totals.values()} == {"meta"}
 
 
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}

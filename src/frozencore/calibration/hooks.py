@@ -301,7 +301,7 @@ class CalibrationPass:
         only_nonzero_delta = self.tokens is None or self.spec.options.tokens == "nonzero_delta"
         if only_nonzero_delta and error is not None:
             nonzero = has_gradient(error)
-            rows = nonzero.nonzero().squeeze(1) if rows is None else rows[nonzero[rows]]
+            rows = nonzero.nonzero().squeeze(1) if rows is None else (here := rows.to(error.device))[nonzero[here]]
         if self._latest is None or only_nonzero_delta or not self._latest.is_of(x):
             self._latest = InputStatistics(x, rows, needs)
         read = self._latest
