@@ -20,7 +20,7 @@ from fixtures import tried
 from frozencore.calibration.batches import CountedTokens
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.hooks import LayerRecorder, PassSpec, recording
+from frozencore.calibration.hooks import CalibrationPass, LayerRecorder, PassSpec, recording
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import MOMENT_NAMES
 from references import numpy_of
@@ -241,6 +241,32 @@ def test_a_layer_may_be_on_another_gpu_than_the_rows_of_the_batch() -> None:
         capture.record(recorder, capture.tokens.rows, x, delta)
     assert recorder.num_tokens == 4
     assert {total.device.type for total in recorder.totals.values()} == {"meta"}
+
+
+class TwoGPUs(CalibrationPass):
+    """The thread of another GPU records whenever this one has set what it reads."""
+
+    other: Callable[[], None] | None = None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "_latest" and (record := self.other) is not None:
+            self.other = None
+            record()
+
+
+def test_a_layer_counts_its_own_input_while_the_thread_of_another_gpu_records() -> None:
+    capture, x, delta = (
+        TwoGPUs(PassSpec({}, frozenset({"cross", "input_total"}))),
+        torch.ones(1, 3, 4),
+        torch.ones(1, 3, 5),
+    )
+    capture.tokens = CountedTokens((1, 3))
+    one, other = LayerRecorder("one", None), LayerRecorder("other", None)
+    capture.other = lambda: capture.record(other, None, 7 * x, delta)
+    capture.record(one, None, x, delta)
+    assert one.totals["input_total"].tolist() == [3.0] * 4
+    assert other.totals["input_total"].tolist() == [21.0] * 4
 
 
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}

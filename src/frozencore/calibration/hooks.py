@@ -302,9 +302,10 @@ class CalibrationPass:
         if only_nonzero_delta and error is not None:
             nonzero = has_gradient(error)
             rows = nonzero.nonzero().squeeze(1) if rows is None else (here := rows.to(error.device))[nonzero[here]]
-        if self._latest is None or only_nonzero_delta or not self._latest.is_of(x):
-            self._latest = InputStatistics(x, rows, needs)
-        read = self._latest
+        read = self._latest  # which the backward threads of other GPUs replace
+        if read is None or only_nonzero_delta or not read.is_of(x):
+            read = InputStatistics(x, rows, needs)
+            self._latest = read
         recorder.add_input(read)
         if y is not None:
             recorder.add_output(select(y.reshape(-1, y.shape[-1]), rows), needs)
