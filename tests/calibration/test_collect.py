@@ -154,6 +154,20 @@ def test_a_batch_takes_one_forward_pass_and_for_errors_labels_and_a_backward_pas
     assert_equal(found, expected_moments("qwen2"), 1e-12)
 
 
+@pytest.mark.parametrize(
+    ("device_map", "are_chosen"),
+    [({"": 0}, True), ({"model": 0, "lm_head": "cpu"}, True), ({"model": 0, "lm_head": 1}, False)],
+)
+def test_a_model_on_two_gpus_is_asked_for_all_logits(device_map: dict[str, int | str], are_chosen: bool) -> None:
+    """accelerate moves every argument to the first GPU, where no head is that reads it."""
+    model, asked = tiny_qwen2().double(), list[bool]()
+    model.hf_device_map = device_map
+    model.register_forward_pre_hook(lambda _, __, given: asked.append("logits_to_keep" in given), with_kwargs=True)
+    found = collect_moments(model, batches_of(EXAMPLES, 4), layer_names(model), needs=EVERYTHING)
+    assert asked == [are_chosen] * 2
+    assert_equal(found, expected_moments("qwen2"), 1e-12)
+
+
 # ----------------------------------------------------------------------------------------------------------- data
 
 

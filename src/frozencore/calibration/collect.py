@@ -182,9 +182,12 @@ def _part(model: nn.Module, output: Any, name: str) -> Tensor:
 def _needs_all_logits(model: nn.Module, spec: PassSpec) -> bool:
     """Return whether all positions need logits: a layer of the head is captured, or the model cannot leave any out.
 
+    A model on several GPUs cannot: accelerate moves the positions to the first GPU, and the last one has the head.
     Without the other positions, a pass takes a seventh less time (benchmarks/calibration.py).
     """
     base = base_of(model)
+    if len({*getattr(base, "hf_device_map", {}).values()} - {"cpu", "disk"}) > 1:
+        return True
     backbone = getattr(base, getattr(base, "base_model_prefix", ""), base)
     below_head = {id(module) for module in backbone.modules()}
     return "logits_to_keep" not in inspect.signature(base.forward).parameters or any(
