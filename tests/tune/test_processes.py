@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -117,13 +118,29 @@ def test_processes_are_several_where_a_launcher_says_so(monkeypatch: pytest.Monk
     monkeypatch.setenv("WORLD_SIZE", "4")  # a scheduler's, of something else
     assert (num_started(), is_first()) == (1, True)
     refuse_several("This")
-    with process_group():
+    with process_group("cpu"):
         assert not torch.distributed.is_initialized()
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("RANK", "3")
     assert (num_started(), is_first()) == (4, False)
     with pytest.raises(ConfigError, match="This is done by one process, but 4 were started"):
         refuse_several("This")
+
+
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "on_cpu"),
+    [("cpu", True, True), ("auto", True, False), ("cuda", True, False), ("auto", False, True)],
+)
+def test_processes_exchange_on_the_device_of_the_run(
+    device: str, has_gpu: bool, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    started = Mock()
+    monkeypatch.setattr("frozencore.tune.process_group.PartialState", started)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    with process_group(device):
+        assert started.call_args.kwargs["cpu"] is on_cpu
 
 
 def test_other_verbs_are_for_one_process_and_the_first_of_several_says_so(

@@ -28,7 +28,7 @@ from frozencore.tune.run import execute
 
 def tune(config: RunConfig, output: Path, progress: StageDisplay, *, resume: bool) -> TunedRecord:
     """Train, score and save one adapter; several processes share the work."""
-    with process_group():
+    with process_group(config.model.device):
         return execute(config, output, progress, resume=resume)
 
 
@@ -104,7 +104,7 @@ def calibrate(
     Returns:
         The calibration, and its warnings.
     """
-    with collect_warnings() as messages, process_group():
+    with collect_warnings() as messages, process_group(config.model.device):
         calibration = execute_calibration(config, output, progress, of_tenants=of_tenants)
     return calibration, messages
 

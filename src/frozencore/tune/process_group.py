@@ -23,14 +23,18 @@ def use_own_gpu() -> None:
 
 
 @contextmanager
-def process_group() -> Iterator[None]:
-    """Join the processes into a process group inside, each on its own GPU if there are GPUs."""
+def process_group(device: str) -> Iterator[None]:
+    """Join the processes into a process group inside, each on its own GPU if there are GPUs.
+
+    Args:
+        device: The device of the run.
+    """
     if num_started() == 1:
         yield
         return
     if not is_first():
         disable_progress_bar()
-    processes = PartialState(cpu=not torch.cuda.is_available(), timeout=LONGEST_WAIT)
+    processes = PartialState(cpu=device == "cpu" or not torch.cuda.is_available(), timeout=LONGEST_WAIT)
     try:
         yield
     finally:
