@@ -19,6 +19,11 @@ NO_ROOM = [
     torch.OutOfMemoryError("CUDA out of memory"),
     MemoryError(),
     RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"),
+    torch.AcceleratorError("CUDA error: out of memory"),
 ]
 
 

@@ -88,9 +88,13 @@ def computes_fast(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.backends.mkldnn.is_available() and bool(getattr(torch.ops.mkldnn, name)())
 
 
+NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "_ALLOC_FAILED")  # of the CPU, of a driver, of CUDA's libraries
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means too little memory. On a CPU torch shows it only in the message."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    """Return whether an error means too little memory, which torch often shows only in the message."""
+    is_said = isinstance(error, RuntimeError) and any(sign in str(error) for sign in NO_MEMORY)
+    return is_said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def run_unless_oom(work: Callable[[], object]) -> bool:
