@@ -12,7 +12,8 @@ from transformers import DataCollatorWithFlattening
 import references as ref
 from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate
 from frozencore.adapter import learning_rate
-from frozencore.adapter.learning_rate import evenly_spaced, mean_square
+from frozencore.adapter.learning_rate import evenly_spaced, mean_square, summed_gradients
+from frozencore.calibration.hooks import PassSpec
 from references import numpy_of
 from tiny import BATCHES, EXAMPLES, adapted, batch_of, batches_of, cores_of, draw_examples, logits, tiny_qwen2
 
@@ -53,6 +54,15 @@ def loss_of_example(model: torch.nn.Module, example: Any) -> torch.Tensor:
     ids = torch.tensor([list(example.ids)])
     logits = model(input_ids=ids).logits[0, example.num_prompt - 1 : -1]
     return torch.nn.functional.cross_entropy(logits, ids[0, example.num_prompt :])
+
+
+def test_a_default_device_of_torch_is_not_that_of_the_sums() -> None:
+    model, spec = adapted("random"), PassSpec({}, frozenset())
+    cores = [layer.core("default") for layer in cores_of(model)]
+    expected = summed_gradients(model, cores, BATCHES, spec)
+    with torch.device("meta"):
+        found = summed_gradients(model, cores, BATCHES, spec)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_a_rate_does_not_depend_on_the_size_of_batches() -> None:

@@ -123,6 +123,17 @@ def test_the_same_seed_gives_the_same_bytes_and_leaves_every_rng_alone(construct
     assert torch.equal(torch.get_rng_state(), states[2])
 
 
+@pytest.mark.parametrize("method", ["auto", "randomized"])
+@EVERY
+def test_a_default_device_of_torch_is_not_that_of_seeded_draws(constructor: str, method: SvdMethod) -> None:
+    layer, options = layer_of_rank(4, 40, 30).evidence(torch.float32), BasisOptions(r=6, svd_method=method)
+    expected = build_basis(constructor, layer, options)
+    with torch.device("meta"):
+        basis = build_basis(constructor, layer, options)
+    assert torch.equal(basis.P, expected.P)
+    assert torch.equal(basis.Q, expected.Q)
+
+
 @EVERY
 def test_only_random_bases_depend_on_the_seed(constructor: str) -> None:
     layer = drawn_layer().evidence()

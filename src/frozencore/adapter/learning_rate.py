@@ -163,7 +163,8 @@ def summed_gradients(
 
     S_b is the gradient of the summed loss of the n_b examples of a batch.
     """
-    squares, gradient = torch.zeros((), dtype=torch.float64), torch.zeros(sum(core.numel() for core in cores)).double()
+    squares = torch.zeros((), dtype=torch.float64, device="cpu")
+    gradient = torch.zeros(sum(core.numel() for core in cores), dtype=torch.float64, device="cpu")
     for number, batch in enumerate(batches, start=1):
         _summed_loss(model, batch, spec).backward()  # checkpointed blocks refuse torch.autograd.grad
         gradients = [torch.zeros_like(core) if core.grad is None else core.grad for core in cores]

@@ -69,7 +69,7 @@ def eva_basis(
         P0 = U[:, : energy_rank(output_energy)]
     elif output == "random":
         generator = seeded_generator(seed, "eva", "P")
-        P0 = torch.randn(W.shape[0], rank, generator=generator, dtype=torch.float32).to(W.device)
+        P0 = torch.randn(W.shape[0], rank, generator=generator, dtype=torch.float32, device="cpu").to(W.device)
     elif output == "weight_svd":
         P0 = truncated_svd(W.float(), rank, seed=seed).U
     else:

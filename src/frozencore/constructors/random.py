@@ -21,7 +21,7 @@ def random_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates 
     """
     rank = fitting_rank(rank, shape)
     P0, Q0 = (
-        torch.randn(width, rank, generator=seeded_generator(seed, "random", side), dtype=torch.float32)
+        torch.randn(width, rank, generator=seeded_generator(seed, "random", side), dtype=torch.float32, device="cpu")
         for side, width in zip(("P", "Q"), shape, strict=True)
     )
     return basis_from_factors(P0, Q0, rank=rank, spectrum=torch.empty(0), coordinates=coordinates)
@@ -55,7 +55,7 @@ def shared_rows(num_rows: int, rank: int, seed: int, side: str) -> torch.Tensor:
     columns = []
     for column in range(rank):
         generators = (seeded_generator(seed, "vera", side, column, block) for block in range(num_blocks))
-        blocks = [torch.randn(BLOCK_ROWS, generator=generator, dtype=torch.float32) for generator in generators]
+        blocks = [torch.randn(BLOCK_ROWS, generator=one, dtype=torch.float32, device="cpu") for one in generators]
         columns.append(torch.cat(blocks))
     return torch.stack(columns, dim=1)[:num_rows]
 

@@ -131,9 +131,8 @@ def sharing_keeps_more_from(alone: Sequence[CutAlone], kept: float, basis: int, 
 
 def _rotated(X: torch.Tensor, side: str) -> torch.Tensor:
     """Other orthonormal columns of the same span, at random."""
-    draw = torch.randn(
-        2 * X.shape[1:], generator=seeded_generator(SEED, "compress", "rotation", side), dtype=torch.float64
-    )
+    generator = seeded_generator(SEED, "compress", "rotation", side)
+    draw = torch.randn(2 * X.shape[1:], generator=generator, dtype=torch.float64, device="cpu")
     return (X.double() @ thin_qr(draw.to(X.device))[0]).to(X.dtype)
 
 

@@ -135,7 +135,8 @@ def _randomized_svd(M: torch.Tensor, rank: int, seed: int) -> Triples:
     width, num_blocks = KRYLOV_WIDTH * rank, KRYLOV_BLOCKS
     if width * num_blocks > min(M.shape):
         width, num_blocks = min(M.shape), 1  # the whole space in one block
-    start = torch.randn(M.shape[0], width, generator=seeded_generator(seed, "svd", *M.shape), dtype=torch.float32)
+    generator = seeded_generator(seed, "svd", *M.shape)
+    start = torch.randn(M.shape[0], width, generator=generator, dtype=torch.float32, device="cpu")
     # V: an orthonormal basis of the space, block after block; images: M V
     V = torch.linalg.qr(_times(M, start.to(M.device, M.dtype))).Q
     images = [M @ V]
@@ -191,7 +192,7 @@ def complete_orthonormal(
     missing = rank - X.shape[1]
     if missing <= 0:
         return X
-    extra = torch.randn(X.shape[0], missing, generator=generator, dtype=torch.float64).to(X.device)
+    extra = torch.randn(X.shape[0], missing, generator=generator, dtype=torch.float64, device="cpu").to(X.device)
     basis = thin_qr(X.double())[0]  # raw coordinates are not orthonormal
     for _ in range(2):  # a second pass of Gram-Schmidt removes the round-off of the first
         extra = thin_qr(extra - basis @ (basis.mT @ extra))[0]

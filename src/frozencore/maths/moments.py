@@ -223,7 +223,7 @@ def _splits() -> bool:
     """Whether this CPU multiplies bfloat16 fast, and sums in float32."""
     if not getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)():
         return False
-    values = torch.randn(512, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    summed, exact = torch.zeros(64, 64), values.double().mT @ values.double()
+    values = torch.randn(512, 64, generator=torch.Generator().manual_seed(0), device="cpu").bfloat16()
+    summed, exact = torch.zeros(64, 64, device="cpu"), values.double().mT @ values.double()
     _add_blocks(summed, values, values.clone(), splits=True)
     return float((summed - exact).abs().max()) < 1e-4 * float(exact.abs().max())

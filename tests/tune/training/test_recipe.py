@@ -147,6 +147,12 @@ def test_epochs_of_all_seeds_have_different_orders() -> None:
     assert tuple(recipes[3].row_order(50, 7)) == orders[37]
 
 
+def test_a_default_device_of_torch_is_not_that_of_the_order_of_rows() -> None:
+    with torch.device("meta"):
+        order = RECIPE.row_order(20, 0)
+    assert order == RECIPE.row_order(20, 0)
+
+
 def test_divergence_stops_at_its_step_and_is_never_saved(tmp_path: Path) -> None:
     model = tiny_qwen2()
     with pytest.raises(TrainingError, match=r"diverged at step \d of 8: .*Lower the learning rate"):

@@ -102,7 +102,7 @@ class Recipe:
         """The order of the rows in an epoch, counted from 0: independent for each seed and each epoch."""
         drawn = sha256(f"{self.seed}:{epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(drawn[:4]))  # torch reads 32 bits of a seed
-        return torch.randperm(num_rows, generator=generator).tolist()
+        return torch.randperm(num_rows, generator=generator, device="cpu").tolist()
 
     def num_steps(self, num_rows: int) -> int:
         """Optimizer steps over all epochs; the last step of an epoch may have fewer rows."""
