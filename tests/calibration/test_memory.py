@@ -16,7 +16,7 @@ from fixtures import few
 from frozencore import CONSTRUCTORS, CalibrationOptions, FrozenCoreConfig, calibrate, collect_moments
 from frozencore.calibration.hooks import FiniteBatches
 from frozencore.maths.moments import MOMENT_NAMES
-from tiny import BATCHES, DATA_DRIVEN, adapted, attention_names, cores_of, tiny_qwen2
+from tiny import BATCHES, DATA_DRIVEN, adapted, attention_names, cores_of, logits, tiny_qwen2
 
 ON_CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 
@@ -48,6 +48,19 @@ def test_weights_that_accelerate_offloads_give_the_bases_loss_and_gradient_of_pl
     for layer, other in zip(cores_of(model), cores_of(expected), strict=True):
         assert all(torch.equal(X, Y) for X, Y in zip(layer.factors("default"), other.factors("default"), strict=True))
         assert torch.equal(layer.core("default").grad, other.core("default").grad)
+
+
+def test_a_merged_adapter_of_offloaded_weights_can_be_turned_off() -> None:
+    base = tiny_qwen2().eval()
+    bare = logits(base)
+    cpu_offload(base, execution_device=torch.device("cpu"))
+    model = adapted("random", model=base, dtype=None, trained=True)
+    trained = logits(model)
+    model.merge_adapter()
+    torch.testing.assert_close(logits(model), trained)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), bare)
+    assert torch.equal(logits(model), trained)
 
 
 @pytest.mark.parametrize("constructor", ["fcca", "random", "lora_xs"])

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import align_module_device
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge, onload_layer
 from peft.utils import TrainableTokensWrapper, quantization_extra_repr, resolve_quantization_backend
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -183,7 +183,8 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.disable_adapters or self.merged:
             if self.disable_adapters and self.merged:
-                self.unmerge()
+                with onload_layer(self):
+                    self.unmerge()
             return self.base_layer(x, *args, **kwargs)
         y, rows = self.base_layer(x, *args, **kwargs), self.per_row
         if rows is None:
