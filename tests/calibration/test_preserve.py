@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.preserve import without_randomness
+from frozencore.calibration.preserve import own_random_state, without_randomness
 from tiny import attention_names, batches_of, draw_examples, tiny_gpt2, tiny_qwen2
 
 BATCHES = batches_of(draw_examples(6, seed=1), 2)
@@ -122,6 +123,19 @@ def test_everything_is_as_before(
     assert new_values.keys() == values.keys()
     for name, value in values.items():
         assert torch.equal(new_values[name], value), name
+
+
+def test_the_random_state_of_every_gpu_is_restored_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {device: torch.zeros(1) for device in range(2)}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(states))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device: state}))
+    before = dict(states)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with own_random_state():
+            states.update(dict.fromkeys(states, torch.ones(1)))
+    assert states == before
 
 
 RATE = 0.5

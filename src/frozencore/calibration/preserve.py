@@ -114,7 +114,7 @@ def _add_configs(config: Any, configs: dict[int, Any]) -> None:
 def own_random_state() -> Iterator[None]:
     """Restore the random states of Python, NumPy and PyTorch, on every device, afterwards."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
         try:
             yield
         finally:
