@@ -7,15 +7,19 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from functools import cache
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from forked import as_ranks, ended
 from frozencore.errors import DivergenceError, ModelError, TrainingError
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training import callbacks, trainer
@@ -255,6 +259,23 @@ def test_a_training_ends_after_so_many_scores_that_are_no_better_and_keeps_the_b
         assert [score.step for score in one.selected.scores] == [2, 4, 6, 8]
     assert same(values(model), best)
     assert again.state_held_bytes == report.state_held_bytes
+
+
+def train_beside_another(folder: Path, rank: int) -> None:
+    """The scores of each process are almost those of the other, as two GPUs round them."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    worse = Scripted(*((1.0 + rank * (2 - i) * 1e-12, None) for i in range(3)))
+    chooses = Selection("epoch", worse, patience=1)
+    recipe = replace(RECIPE, batch_size=4)
+    report = train(adapted("random"), ROWS, recipe, pad_id=0, checkpoint_dir=folder, selection=chooses)
+    (folder / f"{rank}").write_text(f"{report.training.num_steps} {report.selected.kept_step}")
+    dist.destroy_process_group()
+
+
+def test_one_score_decides_for_all_processes(tmp_path: Path) -> None:
+    done = ended(partial(as_ranks, 2, partial(train_beside_another, tmp_path)), tmp_path)
+    assert done.status == 0, done.err[-2000:]
+    assert [(tmp_path / f"{rank}").read_text() for rank in range(2)] == ["10 5"] * 2
 
 
 def test_patience_that_is_never_lost_changes_nothing() -> None:

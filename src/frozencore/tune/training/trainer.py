@@ -27,7 +27,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from frozencore.adapter.card import begin_model_card
 from frozencore.calibration.batches import IGNORED, predicted
 from frozencore.calibration.preserve import own_random_state
-from frozencore.distributed import num_ranks
+from frozencore.distributed import all_gather, num_ranks
 from frozencore.errors import DivergenceError, ModelError
 from frozencore.quiet import with_attributes
 from frozencore.tune.rows.row import TokenRow
@@ -212,7 +212,7 @@ class CompletionTrainer(Trainer):
         started, step = time.perf_counter(), self.state.global_step
         try:
             with own_random_state():
-                loss, accuracy = self.selection.score(self.model)
+                loss, accuracy = all_gather(self.selection.score(self.model))[0]  # one score decides for all processes
         except ModelError as error:
             raise DivergenceError(f"Training diverged at step {step} of {self.state.max_steps}: {error}") from error
         self.log({"eval_loss": loss} | ({} if accuracy is None else {"eval_accuracy": accuracy}))
