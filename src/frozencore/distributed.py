@@ -153,13 +153,15 @@ def reduce_moments(moments: Mapping[str, LayerMoments], owners: Mapping[str, int
     reduced = {}
     for name, layer in moments.items():
         sums: dict[str, Tensor | None] = {}
-        for moment in layer.names():
-            total = getattr(layer, moment).to(exchange_device())
+        with raise_on_any_rank():  # a GPU may have no room for sums from the CPU
+            totals = {moment: getattr(layer, moment).to(exchange_device()) for moment in layer.names()}
+        for moment, total in totals.items():
+            device = getattr(layer, moment).device
             if total.ndim == 1:
-                sums[moment] = sum_over_ranks(total)
+                sums[moment] = sum_over_ranks(total).to(device)
             else:
                 call_collective(partial(dist.reduce, total, dst=owners[name]))
-                sums[moment] = total if owners[name] == own_rank() else None
+                sums[moment] = total.to(device) if owners[name] == own_rank() else None
         reduced[name] = LayerMoments(num_tokens=int(sum_over_ranks(torch.tensor(layer.num_tokens))), **sums)
     return reduced
 

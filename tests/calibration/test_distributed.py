@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import PeftModel, get_peft_model
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +27,7 @@ from frozencore import FrozenCoreConfig, calibrate, distributed
 from frozencore.calibration.hooks import CalibrationPass
 from frozencore.errors import CalibrationError, RankError
 from frozencore.maths.linalg import principal_cosines
+from frozencore.maths.moments import LayerMoments
 from tiny import Example, batches_of, draw_examples, tiny_qwen2
 
 EXAMPLES = draw_examples(num_examples=12, seed=5)
@@ -88,6 +90,25 @@ def bases_where_one_rank_has_little_room(share: list[Example]) -> dict[str, torc
     return bases(model)
 
 
+def bases_where_one_rank_has_no_room_to_exchange(share: list[Example]) -> dict[str, torch.Tensor]:
+    """The second rank has none on its GPU for the first of the sums that are on the CPU."""
+    real, failures = distributed.exchange_device, [True] * dist.get_rank()
+
+    def with_room() -> torch.device:
+        if failures:
+            failures.clear()
+            raise torch.OutOfMemoryError("injected")
+        return real()
+
+    distributed.exchange_device = with_room
+    try:
+        model = adapted("fcca")
+        calibrate(model, batches_of(share, 2), progress=False)
+    finally:
+        distributed.exchange_device = real
+    return bases(model)
+
+
 def bases_only(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if "frozencore_R" not in name}
 
@@ -116,6 +137,7 @@ def main(out: Path, rank: int) -> None:
         report[f"{constructor} J"] = {name: found and found.J for name, found in captured.items()}
 
     report["little room"] = bases_where_one_rank_has_little_room(share)
+    report["no room to exchange"] = bases_where_one_rank_has_no_room_to_exchange(share)
 
     model = adapted("fcca")
     calibrate(model, batches_of(share, 2), progress=False)
@@ -255,11 +277,27 @@ def test_where_a_rank_has_no_examples_no_rate_is_proposed(reports: list[dict[str
     assert [report["rate of some"] for report in reports] == [None] * len(reports)
 
 
-def test_a_rank_without_room_makes_all_go_on_in_smaller_groups_to_the_same_bytes(reports: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("lacking", ["little room", "no room to exchange"])
+def test_a_rank_without_room_makes_all_go_on_in_smaller_groups_to_the_same_bytes(
+    lacking: str, reports: list[dict[str, Any]]
+) -> None:
     expected = bases_only(reports[0]["fcca"])
     for report in reports:
-        assert report["little room"].keys() == expected.keys()
-        assert all(torch.equal(value, expected[name]) for name, value in report["little room"].items())
+        assert report[lacking].keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in report[lacking].items())
+
+
+def test_reduced_sums_are_where_they_were_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU without values; CalibrationOptions(stats_device="cpu") keeps the sums out of its memory."""
+    for name, value in {"num_ranks": 2, "own_rank": 0, "exchange_device": torch.device("cuda:0")}.items():
+        monkeypatch.setattr(distributed, name, lambda value=value: value)
+    monkeypatch.setattr(distributed, "all_gather", lambda value: [value, value])
+    monkeypatch.setattr(distributed, "call_collective", lambda _: None)
+    monkeypatch.setattr(distributed, "sum_over_ranks", lambda total: total if total.ndim else 3)
+    with FakeTensorMode():
+        sums = LayerMoments(3, cross=torch.ones(4, 5), input_square=torch.ones(5))
+        reduced = distributed.reduce_moments({"layer": sums}, {"layer": 0})["layer"]
+    assert {reduced.cross.device.type, reduced.input_square.device.type} == {"cpu"}
 
 
 def test_a_rank_that_holds_another_basis_is_found_out_before_training(reports: list[dict[str, Any]]) -> None:
