@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
 from frozencore import CalibrationOptions, calibrate, get_basis
 from frozencore.calibration.batches import (
+    batches_from,
     example_of_tokens,
     num_examples_of,
     require_examples_apart,
@@ -104,6 +106,26 @@ def test_the_collators_of_transformers_work(expected: dict[str, torch.Tensor]) -
     collator = DataCollatorForSeq2Seq(tokenizer)
     for key, basis in calibrated(Dataset.from_list(ROWS), collator=collator, batch_size=4).items():
         torch.testing.assert_close(basis, expected[key], atol=1e-4, rtol=0)  # another padding token
+
+
+class OnAGpu(Tensor):
+    """Its values can be read on the CPU alone."""
+
+    def to(self, *_: Any, **__: Any) -> Tensor:
+        return self.as_subclass(Tensor)
+
+    def __bool__(self) -> bool:
+        raise AssertionError("waits for the GPU")
+
+    __int__ = tolist = __bool__  # type: ignore[assignment]
+
+
+def test_batches_on_a_gpu_are_moved_to_the_cpu_before_they_are_read() -> None:
+    batch = batch_of(EXAMPLES)
+    batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+    moved = batches_from([{key: X.as_subclass(OnAGpu) for key, X in batch.items()}], num_examples=2)
+    assert {key: type(X) for key, X in moved[0].items()} == dict.fromkeys(batch, Tensor)
+    assert torch.equal(moved[0]["input_ids"], batch["input_ids"][:2])
 
 
 SEVEN = draw_examples(num_examples=7, seed=3)

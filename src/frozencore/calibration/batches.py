@@ -9,6 +9,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -175,8 +176,10 @@ def batches_from(
         raise ConfigError("A collator makes batches of rows, but a DataLoader gives batches. Leave the collator out.")
     else:
         batches = _collated(data, collator, BATCH_SIZE if batch_size is None else batch_size)
+    here = partial(to_device, device=torch.device("cpu"))  # each look at tokens on a GPU would wait for it
     with own_random_state():  # a loader draws its order from the global generator
-        return list(take_examples(batches, num_examples, any_form=any_form))
+        on_host = (mapped(batch, here) for batch in batches)
+        return list(take_examples(on_host, num_examples, any_form=any_form))
 
 
 def take_examples(batches: Iterable[Batch], num_examples: int | None, *, any_form: bool = False) -> Iterable[Batch]:
