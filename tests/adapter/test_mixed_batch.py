@@ -32,7 +32,9 @@ from frozencore import (
     prepare_swap,
     set_basis,
 )
+from frozencore.adapter.bank import PackedSlots
 from frozencore.adapter.layer import FrozenCoreLinear
+from frozencore.adapter.loaded_adapter import LoadedAdapter
 from frozencore.adapter.per_row import adapter_of_each_row
 from frozencore.errors import ArtifactError, ConfigError
 from tiny import BATCHES, adapted, cores_of, logits, on_one_basis, on_two_bases, tiny_gpt2, tiny_qwen2, train_at_random
@@ -399,6 +401,18 @@ def test_what_cannot_be_put_is_one_line_and_leaves_the_bank_as_it_was(
         assert "\n" not in str(caught.value)
     assert list(bank) == ["a"]
     assert torch.equal(bank.get("a").values, tenants["a"].values)
+
+
+@pytest.mark.parametrize("bits", [2, 4])  # at 2 bits the second layer begins within a byte of the file
+def test_a_core_of_few_bits_goes_to_the_device_as_a_whole(
+    model: PeftModel, tenants: dict[str, Core], bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = PackedSlots(1, {name: R.to("meta") for name, R in LoadedAdapter.of(model).cores.items()}, bits)
+    copied: list[Tensor] = []
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda _, sources: copied.extend(sources))
+    slots.fill(0, tenants["a"])
+    assert len(copied) == 2 * len(slots.ranks)
+    assert all(X.is_meta for X in copied)
 
 
 def test_a_core_that_a_bank_refuses_takes_no_slot(model: PeftModel, tenants: dict[str, Core]) -> None:

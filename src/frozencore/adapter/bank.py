@@ -106,13 +106,15 @@ class PackedSlots:
         """Copy a core into a slot; values of other bits are rounded."""
         few = core.in_bits(self.bits, self.ranks).packed
         assert few is not None
+        device = next(iter(self.scales.values())).device
+        packed, scales = few.codes.to(device), few.scales.to(device)  # two copies to the device, then many on it
         if all(r * r * self.bits % 8 == 0 for r in self.ranks.values()):
-            codes = list(few.codes.split([codes.shape[1] for codes in self.codes.values()]))
+            codes = list(packed.split([codes.shape[1] for codes in self.codes.values()]))
         else:  # a layer of the file begins within a byte
-            layers = by_layer(unpack(few.codes, self.bits, len(core.values)), self.ranks)
+            layers = by_layer(unpack(packed, self.bits, len(core.values)), self.ranks)
             codes = [pack(codes.flatten(), self.bits) for codes in layers.values()]
         torch._foreach_copy_([codes[slot] for codes in self.codes.values()], codes)
-        torch._foreach_copy_([scales[slot] for scales in self.scales.values()], list(few.scales.unbind()))
+        torch._foreach_copy_([places[slot] for places in self.scales.values()], list(scales.unbind()))
 
     def values(self, name: str, slots: Tensor) -> Tensor:
         """R (slots x r x r) of a layer, float32."""
