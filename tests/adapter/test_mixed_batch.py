@@ -403,6 +403,13 @@ def test_what_cannot_be_put_is_one_line_and_leaves_the_bank_as_it_was(
     assert torch.equal(bank.get("a").values, tenants["a"].values)
 
 
+def test_a_bank_that_was_made_on_another_device_is_one_line(model: PeftModel, tenants: dict[str, Core]) -> None:
+    bank = filled(model, tenants)
+    bank.blocks = {torch.device("meta"): block for block in bank.blocks.values()}
+    with pytest.raises(ConfigError, match="the model is on cpu now. Move the model first"), bank.rows(["a"]):
+        pass
+
+
 @pytest.mark.parametrize("bits", [2, 4])  # at 2 bits the second layer begins within a byte of the file
 def test_a_core_of_few_bits_goes_to_the_device_as_a_whole(
     model: PeftModel, tenants: dict[str, Core], bits: int, monkeypatch: pytest.MonkeyPatch

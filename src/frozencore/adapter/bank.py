@@ -254,11 +254,17 @@ class CoreBank(CoreStack):
             num_beams: The beams of ``generate``, which repeats each row so often (behind the encoder, if there is one).
 
         Raises:
-            ConfigError: A name has no core.
+            ConfigError: A name has no core, or the model was moved to another device.
             ArtifactError: The adapter's basis was replaced.
             ValueError: An adapter is merged into the weights.
         """
         self.adapter.require_basis(self.basis_id)
+        device = next(iter(self.adapter.layers.values())).core(self.adapter.name).device
+        if device not in self.blocks:
+            raise ConfigError(
+                f"A bank's cores stay where its model was when the bank was made, but the model is on {device} now. "
+                "Move the model first, then make the bank."
+            )
         with lock_of(self.model):
             with self._names_lock:
                 slots = [0 if name is None else self._slot(name) for name in names]
