@@ -153,6 +153,10 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
     "docs/sharing.md": {
         "datasets": (datasets_quality.arms_table, "datasets-quality.jsonl"),
         "datasets-primary": (datasets_quality.primary_table, "datasets-quality.jsonl"),
+        "datasets-half": (
+            partial(datasets_quality.primary_table, wanted=datasets_quality.AT_HALF),
+            "datasets-half.jsonl",
+        ),
         "tenants": (partial(tenant_tables.sharing_table, "all"), "tenants-quality.jsonl"),
         "bases": (partial(tenant_tables.bases_table, "all"), *TENANTS[1:]),
     },
