@@ -51,21 +51,21 @@ def cores_by_name(model: nn.Module) -> dict[str, Tensor]:
     return {layer.name: layer.factors("default")[2].detach().clone() for layer in cores_of(model)}
 
 
-def cores_of_one(trained: Trained) -> dict[str, Tensor]:
+def cores_of_one(trained: Trained, base: Callable[[], nn.Module] = tiny_qwen2) -> dict[str, Tensor]:
     assert trained.core is not None
-    return trained.core.by_layer(dict(sorted((layer.name, 3) for layer in cores_of(adapted()))))
+    return trained.core.by_layer(dict(sorted((layer.name, 3) for layer in cores_of(adapted(model=base())))))
 
 
 @pytest.mark.parametrize(("base", "num_slots"), [(tiny_qwen2, 2), pytest.param(tiny_gpt2, 3, marks=pytest.mark.slow)])
 def test_a_tenant_beside_others_is_the_tenant_alone(
-    base: type, num_slots: int, monkeypatch: pytest.MonkeyPatch
+    base: Callable[[], nn.Module], num_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CPU_TOKENS, 64)
     trained = trained_at_once(adapted(model=base()), num_slots=num_slots)
     assert list(trained) == list(TENANTS)
     for name, tenant in TENANTS.items():
         cores, losses = alone(adapted(model=base()), tenant)
-        assert difference(cores_of_one(trained[name]), cores) < 1e-5
+        assert difference(cores_of_one(trained[name], base), cores) < 1e-5
         assert trained[name].report.training.losses == pytest.approx(losses, rel=1e-5)
         assert trained[name].report.training.num_steps == tenant.num_steps == len(losses)
 
