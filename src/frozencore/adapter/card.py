@@ -27,6 +27,11 @@ CARD_FILE = "README.md"
 _BEGIN, _END = "<!-- frozencore:begin -->", "<!-- frozencore:end -->"
 _UNFILLED = "[More Information Needed]"
 _ADDED = re.compile(r"### Framework versions|- PEFT [\w.+]+")  # by PEFT, to any card
+CLASS_OF_TASK: Mapping[str, Any] = {
+    task: getattr(peft, f"Auto{wrapper.__name__}")._target_class
+    for task, wrapper in MODEL_TYPE_TO_PEFT_MODEL_MAPPING.items()
+}
+"""The class in which PEFT's AutoPeftModels load a base model for a task."""
 
 
 def write_model_card(
@@ -116,8 +121,7 @@ def num_tokens(count: int | None) -> str | None:
 def _class_of_base(config: Mapping[str, Any]) -> tuple[str, str]:
     """The library and class with which PEFT's AutoPeftModels load the base model: the task's, or the recorded one."""
     if task := config.get("task_type"):
-        wrapper = MODEL_TYPE_TO_PEFT_MODEL_MAPPING[task].__name__
-        return "transformers", getattr(peft, f"Auto{wrapper}")._target_class.__name__
+        return "transformers", CLASS_OF_TASK[task].__name__
     recorded = config.get("auto_mapping") or {
         "parent_library": "transformers",
         "base_model_class": "AutoModelForCausalLM",

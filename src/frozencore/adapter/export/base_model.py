@@ -23,20 +23,10 @@ from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoProcessor,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from frozencore.adapter.card import CLASS_OF_TASK
 from frozencore.adapter.core import BASE
 from frozencore.adapter.folders import SavedAdapter, read_adapter
 from frozencore.adapter.layer import is_linear, layer_shape
@@ -50,11 +40,6 @@ from frozencore.files.hub import begins_as_path, safe_loading, why_unreadable
 from frozencore.text import one_line
 from frozencore.unwrapped_model import base_of
 
-TASK_CLASSES = (
-    AutoModelForCausalLM, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification,
-    AutoModelForQuestionAnswering, AutoModelForSeq2SeqLM,
-)  # fmt: skip
-"""The classes in which PEFT loads a base model for a task."""
 LOST_TO_ROUNDING = 0.01
 """The share of an update from which its loss by rounding is said."""
 
@@ -110,7 +95,7 @@ def layers_by_class(base: str, revision: str | None) -> Iterator[Mapping[str, tu
     with _reading(base, loading):
         config = AutoConfig.from_pretrained(**loading)
         saved = _model_class(config)
-    for_tasks = (partial(auto.from_config, trust_remote_code=False) for auto in TASK_CLASSES)
+    for_tasks = (partial(auto.from_config, trust_remote_code=False) for auto in CLASS_OF_TASK.values())
     for make in (saved, *for_tasks):
         try:
             with torch.device("meta"):
