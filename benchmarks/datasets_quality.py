@@ -64,6 +64,7 @@ from frozencore import Core, basis_id, calibrate, swap_core
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.maths.compress import compress, core_of
 from frozencore.maths.quantise import levels, quantise
+from frozencore.progress import no_progress
 from frozencore.tune.adapt import rate_for
 from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, calibration_batches
@@ -309,9 +310,7 @@ class Datasets(Study):
     def measured(self, rank: int, seed: int, jobs: Sequence[Job]) -> Adapters:
         """Cores on the shared FCCA basis, each at its measured rate."""
         with self.adapted("random", rank, 0, self.basis("fcca", rank, seed)) as model:
-            rates = {
-                name: rate_for(model, self.encoder.pad_id, self.train_rows[name], lambda *_: None) for name, _ in jobs
-            }
+            rates = {name: rate_for(model, self.encoder.pad_id, self.train_rows[name], no_progress) for name, _ in jobs}
             for trained, (name, rate), about in self.cores(model, [*rates.items()], seed):
                 yield trained, (name, None), {**about, "rate": rate}
 

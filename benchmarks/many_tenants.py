@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from frozencore.progress import no_progress
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.cost import process_peak_bytes
@@ -141,7 +142,7 @@ def main() -> None:
         folder = Path(aside)
         write_tenants(folder / "calibrated", 3 if options.quick else CALIBRATED)
         execute_calibration(
-            config_of(options.model, folder / "calibrated"), folder / "shop", lambda *_: None, of_tenants=True
+            config_of(options.model, folder / "calibrated"), folder / "shop", no_progress, of_tenants=True
         )
         for size in [3] if options.quick else options.sizes:
             write_tenants(folder / str(size), size)

@@ -23,6 +23,7 @@ from torch import nn
 
 from contestants import FLOOR, LABELS, UNCALIBRATED, Stepper, adapter_config, completions_only, with_adapter
 from frozencore import calibrate
+from frozencore.progress import no_progress
 from frozencore.tune.config import make_config
 from frozencore.tune.load import Inputs, prepare
 from frozencore.tune.rows.token_batches import calibration_batches
@@ -106,7 +107,7 @@ def main() -> None:
     found["load"] = load_average()
     for dtype in options.dtypes:
         config = make_config(model=model, task=task, data_root=options.data_root, dtype=dtype, device="cpu", **few)
-        inputs = prepare(config.model, config.rows, config.scoring, lambda *_: None)
+        inputs = prepare(config.model, config.rows, config.scoring, no_progress)
         found["dtypes"][dtype] = measure(inputs, rounds, 8 if options.quick else 64)
     print(table_of(found))
     write_found(options, **found)

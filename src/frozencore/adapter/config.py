@@ -305,9 +305,10 @@ class FrozenCoreConfig(
             raise ArtifactError(missing(folder, WEIGHTS_FILE))
         config = super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
         if isinstance(config, FrozenCoreConfig) and config.basis is not None and config.basis_id is not None:
-            place = folder_of(str(pretrained_model_name_or_path), kwargs.get("revision"))
-            beside = basis_beside(config.basis_id, place / (subfolder or ""))
-            config.basis = _found_from_anywhere(kwargs.get("basis") or beside or config.basis)
+            if not (basis := kwargs.get("basis")):  # else a hub is not asked for one
+                place = folder_of(str(pretrained_model_name_or_path), kwargs.get("revision"))
+                basis = basis_beside(config.basis_id, place / (subfolder or "")) or config.basis
+            config.basis = _found_from_anywhere(basis)
         return config
 
     def to_dict(self) -> dict[str, Any]:

@@ -51,11 +51,11 @@ def counterpart(given: str) -> str | None:
     Args:
         given: The flag; or a key of a file, without dashes, for which ours have none either.
     """
-    name = given.lstrip("-").replace("-", "_").casefold()
+    name, kind = given.lstrip("-").replace("-", "_").casefold(), "flag" if given.startswith("-") else "key"
     if name in OURS:
-        said = f"The flag {given} is called {OURS[name]} here."
+        said = f"The {kind} {given} is called {OURS[name]} here."
     elif name in REASONS:
-        said = f"The flag {given} has no counterpart here: {REASONS[name]}. Leave it out."
+        said = f"The {kind} {given} has no counterpart here: {REASONS[name]}. Leave it out."
     else:
         return None
-    return said if given.startswith("-") else said.replace("The flag", "The key").replace("--", "")
+    return said if kind == "flag" else said.replace("--", "")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from frozencore.device import torch
 from frozencore.errors import ArtifactError
-from frozencore.progress import Progress
+from frozencore.progress import Progress, no_progress
 from frozencore.quiet import ignore_known_warnings
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class OwnProcess:
         self._events: list[Event] = []
 
     def start(self, worker: int, job: Job, needs: Needs) -> None:
-        self._events.append(end_of_run(worker, self._worker, job, needs, lambda *_: None))
+        self._events.append(end_of_run(worker, self._worker, job, needs, no_progress))
 
     def events(self, timeout_s: float) -> Sequence[Event]:
         told, self._events = self._events, []
