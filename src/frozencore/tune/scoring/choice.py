@@ -150,7 +150,7 @@ def prefix_mask_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens], *, pad_
         attention_mask=_mask(part_of.to(device), base_of(model).dtype),
         position_ids=torch.cat([(prompt_mask.cumsum(1) - 1) * prompt_mask, answer_positions], dim=1).to(device),
         use_cache=False,
-        logits_to_keep=torch.arange(prompts.shape[1] - 1, part_of.shape[1], device=device),
+        logits_to_keep=1 + answers.shape[1],  # from the prompt's last token on
     ).logits
     owner, column, target = torch.tensor(scored, device=device).unbind(1)
     of_tokens = token_logprobs(logits[owner, column], target).cpu().double()
