@@ -40,6 +40,10 @@ Set on 30 November, before the first run with Qwen2.5-Coder-0.5B (``--model``, `
 ``measured`` on the eight data sets with the shortest rows. A search of rates would cost hours there; these need none.
 When five of its lines had been seen, which took a third of the time that was expected: ``measured`` minus a LoRA of
 rank 1 on these eight too, whose rate is searched as above; then the same arms on eight more.
+
+Set on 30 November, after ``tuned`` had been seen to answer more than LoRAs of rank 16 on 24 data sets, before the first
+run of this arm: ``tuned`` has a rate of its own on each data set, and those LoRAs had one for all. The arm ``chosen``
+is a LoRA at the best of three rates for each data set by the loss on rows 97 to 150: the searched one, half and twice.
 """
 
 from __future__ import annotations
@@ -91,9 +95,11 @@ FIRST_RATES = {
 """Where a search begins: this rate, twice it and half of it."""
 ARMS: Sequence[tuple[str, int]] = [
     ("base", 0), ("fcca", 16), ("lora", 1), ("random", 16), ("own", 16), ("lora", 16), ("fcca", 8), ("fcca", 32),
-    ("rawgrad", 16), ("eva", 16), ("lora_xs", 16), ("tuned", 16), ("measured", 16),
+    ("rawgrad", 16), ("eva", 16), ("lora_xs", 16), ("tuned", 16), ("measured", 16), ("chosen", 16),
 ]  # fmt: skip
 """The arms with their ranks, what counts most first: ``own`` and ``tuned`` are FCCA of a tenant's own rows."""
+BY_SET = {"tuned": "measured", "measured": "measured", "chosen": "chosen"}
+"""Arms with a rate for each data set, and how it is found."""
 LOWER = ("own, at 0.02", 16)
 """Own bases at the rate of the shared one, half of the one found for them."""
 BITS = (8, 4, 3, 2, 1)
@@ -121,6 +127,7 @@ DIFFERENCES: Sequence[Difference] = [
     ("later: the same, those whose rows made it too", TUNED, FIRST, is_calibrated),
     ("later: own basis minus shared FCCA, both at measured rates", TUNED, ("measured", 16), every),
     ("later: own basis as of tune minus LoRA, r = 16", TUNED, ("lora", 16), every),
+    ("later: the same LoRA, at the best of three rates each", TUNED, ("chosen", 16), every),
     ("later: shared FCCA, r = 32, minus LoRA, r = 1", ("fcca", 32), ("lora", 1), every),
 ]
 """The three that were set before the runs, then later ones: two arms, and the data sets that count."""
@@ -138,7 +145,7 @@ NAMES = {
     "base": "the base model", "fcca": "one FCCA basis", "own": "its own basis of 16 rows", "lora": "a LoRA",
     "random": "one Random basis", "rawgrad": "one RawGrad basis", "eva": "one EVA basis",
     "lora_xs": "one LoRA-XS basis", "tuned": "its own basis, as of tune",
-    "measured": "one FCCA basis, a measured rate each",
+    "measured": "one FCCA basis, a measured rate each", "chosen": "a LoRA at the best of three rates each",
     LOWER[0]: "its own basis of 16 rows at half the rate",
 }  # fmt: skip
 ROWS_AT_ONCE = 16
@@ -158,6 +165,7 @@ GROUP = 4
 """How many data sets train together in an arm before the next arm has them."""
 QUICK_ARMS: Sequence[tuple[str, int]] = [
     ("base", 0), ("fcca", 4), ("lora", 2), ("own", 4), ("eva", 4), ("tuned", 4), ("measured", 4),
+    ("chosen", 2),
 ]  # fmt: skip
 SCORED = "rows 97 to 150 choose rates, the eval files score"
 
@@ -245,7 +253,7 @@ class Datasets(Study):
         return sorted(self.everyone, key=lambda name: sum(len(row.input_ids) for row in self.train_rows[name]))[:count]
 
     def rate(self, arm: str, rank: int) -> float | None:
-        if arm in ("base", "tuned", "measured"):
+        if arm in ("base", *BY_SET):
             return None
         searched = rank if self.quick or arm == "lora" else RANK
         return self.searched_rate(FIRST_RATES[arm], arm, searched, self.adapters(arm, searched, SEED))
@@ -293,6 +301,8 @@ class Datasets(Study):
             return partial(self.tuned, rank, seed)
         if arm == "measured":
             return partial(self.measured, rank, seed)
+        if arm == "chosen":
+            return partial(self.chosen, rank, seed)
         train = {
             "lora": partial(self.loras, rank=rank, seed=seed), "own": partial(self.on_own_bases, rank=rank, seed=seed),
         }.get(arm) or (lambda jobs: self.on(self.basis(arm, rank, seed), rank, jobs, seed))  # fmt: skip
@@ -313,6 +323,22 @@ class Datasets(Study):
             rates = {name: rate_for(model, self.encoder.pad_id, self.train_rows[name], no_progress) for name, _ in jobs}
             for trained, (name, rate), about in self.cores(model, [*rates.items()], seed):
                 yield trained, (name, None), {**about, "rate": rate}
+
+    def chosen(self, rank: int, seed: int, jobs: Sequence[Job]) -> Adapters:
+        """LoRAs, each at the best of three rates for its validation rows: the searched one, half and twice it."""
+        rate = self.rate("lora", rank)
+        assert rate is not None
+        for name, _ in jobs:
+            tries: list[Job] = [(name, factor * rate) for factor in (0.5, 1.0, 2.0)]
+            self.trained("lora", rank, tries, seed)
+            with self.adapted("lora", rank) as model:
+                losses: dict[Job, float] = {}
+                for job in tries:
+                    put_factors(model, self.update_of(self.file_of("lora", rank, seed, job)))
+                    losses[job] = self.score(model, name, "validation")["loss"]
+                best = min(tries, key=losses.__getitem__)
+                put_factors(model, self.update_of(self.file_of("lora", rank, seed, best)))
+                yield model, (name, None), {"rate": best[1], "validation_losses": [*losses.values()]}
 
     def kept(self, arm: str, rank: int, seed: int, trained: Adapters) -> Adapters:
         """The adapters, whose values are stored for :meth:`rounded`."""
@@ -487,7 +513,7 @@ def arms_table(lines: Sequence[Record]) -> str:
     rows = []
     for arm, rank in arms:
         count, rate = len(by_set(lines, (arm, rank), "loss")), rates[arm, rank]
-        shown = "" if arm == "base" else "measured" if rate is None else f"{rate:g}"
+        shown = BY_SET.get(arm, "") if rate is None else f"{rate:g}"
         rows.append([NAMES[arm] + f", r = {rank}" * (rank > 0), str(count), shown])
     whole = [found for arm in arms if arm != LOWER and len(found := set(by_set(lines, arm, "loss"))) >= ENOUGH]
     common = set.intersection(*whole) if whole else set()
