@@ -8,9 +8,9 @@ from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.adapter.card import write_model_card
 from frozencore.adapter.config import FrozenCoreConfig, register_constructor
 from frozencore.adapter.core import Core
-from frozencore.adapter.export.base_model import export_merged
 from frozencore.adapter.export.basis_model import export_basis_model, export_tenant, tenant_weights
 from frozencore.adapter.export.lora import export_lora
+from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.onnx import export_onnx, export_onnx_adapter
 from frozencore.adapter.folders import merge_adapters
 from frozencore.adapter.loaded_adapter import frozen_core_layers

@@ -15,7 +15,7 @@ import pytest
 from peft import PeftModel, get_peft_model
 
 from frozencore import FrozenCoreConfig, basis_id, export_lora, load_basis, save_basis
-from frozencore.adapter.export.base_model import export_merged
+from frozencore.adapter.export.merged import export_merged
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.hub import safe_loading
 from frozencore.files.hub_client import HUB_TIMEOUT_S, hub_answers

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from frozencore.adapter.export.base_model import export_merged
 from frozencore.adapter.export.basis_model import export_basis_model, export_tenant
 from frozencore.adapter.export.link import core_fragment, export_qr
 from frozencore.adapter.export.lora import export_lora
+from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.onnx import export_onnx, export_onnx_adapter
 from frozencore.adapter.export.serving import VLLM_CPU_HEADS, VLLM_MAX_RANKS, head_size, vllm_max_rank
 from frozencore.adapter.folders import SavedAdapter, read_adapter

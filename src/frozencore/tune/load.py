@@ -15,13 +15,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as of_transformers
 
-from frozencore.adapter.export.base_model import read_tokenizer
 from frozencore.adapter.named_layers import is_end_of, linear_names
 from frozencore.calibration.batches import Batch
 from frozencore.device import computes_fast, memory_of, resolve_device
 from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_file import full_name
 from frozencore.files.hub import safe_loading, why_unreadable
+from frozencore.files.tokenizer import read_tokenizer
 from frozencore.progress import Progress
 from frozencore.text import num_of
 from frozencore.tune.adapters import default_targets, targeted_layers

@@ -26,7 +26,8 @@ from frozencore.adapter.basis import require_set
 from frozencore.adapter.card import num_tokens, write_model_card
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.core import BASE, Core
-from frozencore.adapter.export.base_model import BaseLayers, layers_of, targets_for_peft
+from frozencore.adapter.export.base_model import BaseLayers, layers_of
+from frozencore.adapter.export.stock_peft import targets_for_peft
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.loaded_adapter import LoadedAdapter
 from frozencore.adapter.named_layers import last_part
