@@ -37,7 +37,7 @@ FILES = {
     "modl.yaml": "modl: pocket", "zzz.yaml": "zzz: 1", "twice.yaml": "lr: 1\nlearning-rate: 2",
     "deep.yaml": "data: rows.jsonl\nmodel: pocket\nout: {name: a}", "list.yaml": "- model",
     "again.yaml": "rank: 2\nrank: 3",
-    "stopped run/start/adapter_config.json": "{}", "stopped run/run.yaml": "model: pocket",
+    "stopped run/inputs.json": json.dumps({"model": 64 * "0"}), "stopped run/run.yaml": "model: pocket",
     "config.yaml": "config: other.yaml", "lora.yaml": "lora_r: 8\nrnk: 8\nsample_packing: true",
     "strayed/adapter_config.json": '{"base_model_name_or_path": "./moved"}',
 }  # fmt: skip

@@ -25,6 +25,7 @@ from torch import Tensor
 from frozencore.adapter.base_record import base_digest
 from frozencore.errors import ArtifactError, CalibrationError
 from frozencore.files.adapter_folder import (
+    BASIS,
     FACTORS_FILE,
     HEADER_FILE,
     damaged,
@@ -177,7 +178,7 @@ def _header_in(folder: Path, place: str | Path) -> BasisHeader:
 def basis_beside(basis_id: str, folder: Path) -> Path | None:
     """Find a basis by its id: in an adapter's folder, the two above it, and the folder ``basis`` of each."""
     for parent in (folder, *folder.absolute().parents[:2]):
-        for place in (parent / "basis", parent):
+        for place in (parent / BASIS, parent):
             with suppress(ArtifactError):  # damaged, or of an earlier version: then it is not this one
                 if (place / HEADER_FILE).is_file() and read_header(place).id == basis_id:
                     return place

@@ -30,10 +30,10 @@ from frozencore.adapter.one_base import mismatched_adapters, name_of_base, other
 from frozencore.constructors import COMPRESSED
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import (
-    BASIS_FOLDER,
+    ADAPTER,
+    BASIS,
     COMPRESSION_FILE,
     FACTORS_FILE,
-    IN_A_RUN,
     WEIGHTS_FILE,
     require_tenant_name,
 )
@@ -195,7 +195,7 @@ def compress_adapters(
             f"the updates of {num_of(len(sources), 'adapter')}, of which it keeps {fmean(shares):.0%} "
             f"({min(shares):.0%} to {max(shares):.0%})"
         )
-        replace(shared, calibrated_on=made_of).write(aside / BASIS_FOLDER)
+        replace(shared, calibrated_on=made_of).write(aside / BASIS)
         for name, core in of_name.items():
             _write_core(aside, out, name, core, config, sources[name])
         alone = [
@@ -241,10 +241,10 @@ def _sizes_in(
         shares: The share that is kept, and without rounding.
     """
     kept, unrounded = shares
-    files = [folder / name / IN_A_RUN / WEIGHTS_FILE for name in sources]
+    files = [folder / name / ADAPTER / WEIGHTS_FILE for name in sources]
     own, number = sum(source.num_bytes for source in sources.values()), len(sources)
     bases = sum(dict(source.named_basis for source in sources.values() if source.named_basis).values())
-    basis, tenant = (folder / BASIS_FOLDER / FACTORS_FILE).stat().st_size, sum(f.stat().st_size for f in files) / number
+    basis, tenant = (folder / BASIS / FACTORS_FILE).stat().st_size, sum(f.stat().st_size for f in files) / number
     modules = sum(X.nbytes for source in sources.values() for X in source.modules.values()) / number
     values = sum(one.P.numel() + one.Q.numel() for one in found.values())
     core = sum(one.rank**2 for one in found.values()) * bits / 32  # cut alone an adapter keeps float32
@@ -324,11 +324,11 @@ def _kept(energies: Mapping[str, tuple[float, float]]) -> Kept:
 def _write_core(aside: Path, out: Path, name: str, core: Core, basis: FrozenCoreConfig, source: LowRankAdapter) -> None:
     """Write an adapter of a core on the basis beside it, and of the modules that its source trained as a whole."""
     config = FrozenCoreConfig(
-        basis=str(aside / BASIS_FOLDER), base_model_name_or_path=basis.base_model_name_or_path,
+        basis=str(aside / BASIS), base_model_name_or_path=basis.base_model_name_or_path,
         revision=basis.revision, task_type=source.task_type, modules_to_save=source.modules_to_save,
         ensure_weight_tying=source.ties_weights, inference_mode=True,
     )  # fmt: skip
-    config.basis, folder = str(out / BASIS_FOLDER), aside / name / IN_A_RUN  # where the basis will be
+    config.basis, folder = str(out / BASIS), aside / name / ADAPTER  # where the basis will be
     begin_model_card(folder)
     save_file({**core.tensors, **source.modules}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config.save_pretrained(folder)

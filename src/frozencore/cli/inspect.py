@@ -17,6 +17,8 @@ from rich.text import Text
 
 from frozencore.cli.display import console, table_of
 from frozencore.files.adapter_folder import (
+    ADAPTER,
+    BASIS,
     COMPRESSION_FILE,
     CONFIG_FILE,
     HEADER_FILE,
@@ -24,11 +26,11 @@ from frozencore.files.adapter_folder import (
     RUN_FILE,
     adapter_in,
     folder_of,
+    holds_adapter,
     read_config,
 )
 from frozencore.text import accuracy_in_words, num_of, one_line
-from frozencore.tune import folder as run_folder
-from frozencore.tune.folder import ADAPTER, RECORD
+from frozencore.tune.folder import CHECKPOINTS, PREDICTIONS, RECORD, SAMPLES, START
 from frozencore.tune.record import EvaluationRecord, TunedRecord, read_record
 
 if TYPE_CHECKING:
@@ -41,11 +43,11 @@ PARTS = {
     COMPRESSION_FILE: "what each adapter keeps",
     RUN_FILE: "the flags of the run, for --config",
     ADAPTER: "an adapter",
-    run_folder.BASIS: "a basis, for --basis",
-    run_folder.PREDICTIONS: "the answer to each scored row",
-    run_folder.SAMPLES: "sample answers before and after training",
-    run_folder.CHECKPOINTS: "checkpoints of an interrupted run: the same command with --resume continues",
-    run_folder.START: "results of an interrupted run: the same command with --resume continues",
+    BASIS: "a basis, for --basis",
+    PREDICTIONS: "the answer to each scored row",
+    SAMPLES: "sample answers before and after training",
+    CHECKPOINTS: "checkpoints of an interrupted run: the same command with --resume continues",
+    START: "results of an interrupted run: the same command with --resume continues",
 }
 """The parts of a run's folder."""
 QUANTITIES: dict[str, tuple[str, str, Literal["small", "large", ""]]] = {
@@ -100,7 +102,7 @@ def inspect(
 
 def contents(folder: Path) -> Iterator[Text]:
     """Yield lines for each known part of a verb's folder, and one for the runs in its folders; none for an adapter."""
-    if any((folder / name).is_file() for name in (CONFIG_FILE, HEADER_FILE)):
+    if holds_adapter(folder):
         return
     for name, words in PARTS.items():
         if (folder / name).exists():

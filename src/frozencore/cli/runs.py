@@ -14,11 +14,12 @@ from frozencore.cli.inspect import calibration_summary
 from frozencore.cli.run_screen import of_setup, of_start, run_summary, sample_lines, size_lines
 from frozencore.cli.stages import StageDisplay
 from frozencore.errors import FrozenCoreError, RankError
+from frozencore.files.adapter_folder import ADAPTER, BASIS
 from frozencore.quiet import collect_warnings
 from frozencore.text import bytes_in_words, num_of
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import RunConfig
-from frozencore.tune.folder import ADAPTER, BASIS, FIGURE, RECORD, SAMPLES
+from frozencore.tune.folder import FIGURE, RECORD, SAMPLES
 from frozencore.tune.many.run import TenantOutcome, execute_many
 from frozencore.tune.process_group import process_group
 from frozencore.tune.processes import is_first, num_started, own_number

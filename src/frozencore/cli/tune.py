@@ -20,18 +20,11 @@ from frozencore.cli.flags import (
 )
 from frozencore.cli.stages import StageDisplay
 from frozencore.errors import ConfigError
+from frozencore.files.adapter_folder import ADAPTER, BASIS
 from frozencore.files.hub import hub_client
 from frozencore.text import num_of
 from frozencore.tune.config import RunConfig
-from frozencore.tune.folder import (
-    ADAPTER,
-    BASIS,
-    RECORD,
-    interrupted_work,
-    refuse_used,
-    require_new,
-    require_same_options,
-)
+from frozencore.tune.folder import RECORD, interrupted_work, refuse_used, require_new, require_same_options
 from frozencore.tune.locate import find_tenants, require_files, require_tenant_files
 from frozencore.tune.many.folder import refuse_taken, unfinished_in
 from frozencore.tune.processes import is_first, num_started, refuse_several

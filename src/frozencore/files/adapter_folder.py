@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unicodedata import category, normalize
@@ -18,18 +19,18 @@ from frozencore.text import num_of, one_line
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 HEADER_FILE, FACTORS_FILE = "basis.json", "basis.safetensors"  # the files of a basis
 MODEL_CONFIG = "config.json"
-IN_A_RUN = "adapter"  # the adapter's folder inside a run's
+ADAPTER, BASIS = "adapter", "basis"  # the folders of an adapter and of a basis inside a run's
+RUN_FILE = "run.yaml"  # the given options of a run, in the form of --config
 COMPRESSION_FILE = "compress.json"  # what each adapter keeps, beside the basis of `frozencore compress`
-BASIS_FOLDER, RUN_FILE = "basis", "run.yaml"  # the given options of a run, in the form of --config
 MANIFEST_FILE = "tenants.json"  # beside the basis that many tenants share: what it was made of
-START = "start"  # the bases with cores of zero, in the folder of a run that has not ended
+HASHES = "inputs.json"  # of what a run reads, in its folder from its beginning to its end
 UNFINISHED_FOLDER = "unfinished"  # tenants between two steps
 TOKENIZER_FILE = "tokenizer_config.json"
 TOKENIZER_FILES = (
     TOKENIZER_FILE, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt",
 )  # fmt: skip
-RESERVED = (BASIS_FOLDER, MANIFEST_FILE, RUN_FILE, COMPRESSION_FILE, UNFINISHED_FOLDER)
+RESERVED = (BASIS, MANIFEST_FILE, RUN_FILE, COMPRESSION_FILE, UNFINISHED_FOLDER)
 """Names of folders and files that stand beside the folders of tenants."""
 LONGEST_NAME = 100, 200
 """Characters and bytes of a tenant's name at most: file systems take 255 bytes, and files beside add to the name."""
@@ -93,7 +94,7 @@ def adapter_in(folder: Path) -> Path:
     """
     if (place := _adapter_at(folder)) is not None:
         return place
-    if (folder / RUN_FILE).is_file() and (folder / START).is_dir():
+    if has_begun(folder) and (folder / RUN_FILE).is_file():
         raise ArtifactError(
             f"An adapter is saved when its run ends, but {folder} holds an interrupted run. Continue it: "
             f"`frozencore tune --resume --out {shlex.quote(str(folder))}`."
@@ -103,12 +104,22 @@ def adapter_in(folder: Path) -> Path:
     raise ArtifactError(f"{missing(folder, CONFIG_FILE)}{more}")
 
 
+def has_begun(folder: Path) -> bool:
+    """Whether a run has begun in a folder and not ended: it holds the run's hashes, not a user's file of that name."""
+    with suppress(OSError, ValueError):
+        hashes = json.loads((folder / HASHES).read_text(encoding="utf-8"))
+        return isinstance(hashes, dict) and bool(re.fullmatch("[0-9a-f]{64}", str(hashes.get("model"))))
+    return False
+
+
 def _adapter_at(folder: Path) -> Path | None:
     """The folder of an adapter or a basis, here or in the folder of a run."""
-    for place in (folder, folder / IN_A_RUN):
-        if any((place / name).is_file() for name in (CONFIG_FILE, HEADER_FILE)):
-            return place
-    return None
+    return next(filter(holds_adapter, (folder, folder / ADAPTER)), None)
+
+
+def holds_adapter(folder: Path) -> bool:
+    """Whether a folder is that of an adapter or of a basis."""
+    return any((folder / name).is_file() for name in (CONFIG_FILE, HEADER_FILE))
 
 
 def require_header(folder: Path) -> None:
@@ -118,7 +129,7 @@ def require_header(folder: Path) -> None:
         ArtifactError: It is not.
     """
     if not is_folder(folder) or not (folder / HEADER_FILE).is_file():
-        inside = folder / BASIS_FOLDER
+        inside = folder / BASIS
         way_out = (
             f"Did you mean {inside}?"
             if is_folder(inside)

@@ -11,13 +11,14 @@ from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.adapter.loaded_basis import save_basis
 from frozencore.distributed import broadcast_from_rank0, raise_on_any_rank
 from frozencore.errors import ConfigError
+from frozencore.files.adapter_folder import ADAPTER, BASIS
 from frozencore.files.atomic_write import remove_left, require_writable
 from frozencore.progress import Progress
 from frozencore.tune.adapt import own_share
 from frozencore.tune.adapters import add_adapter, save_adapter
 from frozencore.tune.calibration_record import CalibrationSummary
 from frozencore.tune.config import RunConfig
-from frozencore.tune.folder import ADAPTER, BASIS, RECORD, locked, require_new
+from frozencore.tune.folder import RECORD, locked, require_new
 from frozencore.tune.load import prepare, resolve_targets
 from frozencore.tune.locate import find_tenants
 from frozencore.tune.make_record import calibrated_on

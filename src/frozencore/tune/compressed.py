@@ -12,13 +12,13 @@ from frozencore.adapter.compress import CompressedAdapters, compress_adapters
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.swap import round_core, swap_core
 from frozencore.errors import ConfigError, DivergenceError
-from frozencore.files.adapter_folder import adapter_in, folder_of, require_tenant_name
+from frozencore.files.adapter_folder import ADAPTER, BASIS, adapter_in, folder_of, require_tenant_name
 from frozencore.progress import Progress, as_stage
 from frozencore.tune.adapt import rate_for
 from frozencore.tune.adapters import add_adapter, save_adapter
 from frozencore.tune.config import make_config
 from frozencore.tune.evaluate import BaseWithAdapter, adapter_names
-from frozencore.tune.folder import ADAPTER, BASIS, START
+from frozencore.tune.folder import START
 from frozencore.tune.load import Inputs, load_model
 from frozencore.tune.locate import find_tenants, model_location
 from frozencore.tune.many.tenant import Tenant, Trained, train_many

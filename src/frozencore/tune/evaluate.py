@@ -27,6 +27,7 @@ from frozencore.adapter.folders import read_tensors
 from frozencore.adapter.layer import UncalibratedWarning
 from frozencore.adapter.low_rank_adapter import changes_base
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
+from frozencore.files.adapter_folder import ADAPTER
 from frozencore.files.atomic_write import require_writable, write_json, write_lines
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
 from frozencore.progress import Progress, as_stage
@@ -116,7 +117,7 @@ def adapter_names(folders: list[Path]) -> list[str]:
         ArtifactError: A folder comes twice, or two differ only in upper and lower case.
     """
     whole = [Path(os.path.abspath(folder)).parts for folder in folders]  # resolves `..` but not links
-    parts = [[part for part in path if part != "adapter"] or ["adapter"] for path in whole]
+    parts = [[part for part in path if part != ADAPTER] or [ADAPTER] for path in whole]
     for length in range(1, max(map(len, parts), default=0) + 1):
         names = [normalize("NFC", "-".join(path[-length:]).strip("/")) for path in parts]
         if len({BASE, *map(str.casefold, names)}) == len(names) + 1:  # some file systems ignore case

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from frozencore.errors import ArtifactError, FrozenCoreError, TrainingError
-from frozencore.files.adapter_folder import BASIS_FOLDER, IN_A_RUN, RUN_FILE, START
+from frozencore.files.adapter_folder import ADAPTER, BASIS, HASHES, RUN_FILE, has_begun
 from frozencore.files.atomic_write import remove_left, require_writable, write_json, write_text
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.text import flag_of
@@ -26,15 +25,15 @@ from frozencore.tune.training.checkpoints import newest_whole, step_of
 
 RECORD, FAILURE = "result.json", "failure.json"
 PREDICTIONS, SAMPLES, FIGURE = "predictions.jsonl", "samples.jsonl", "training.png"
-ADAPTER, BASIS = IN_A_RUN, BASIS_FOLDER
 INPUTS = {
     "model": "the base model", "config": "the base model's configuration", "basis": "the basis",
     "start": "the core that it starts from", "recipe": "the recipe",
 }  # fmt: skip
-HASHES, BASE_SCORE, CHECKPOINTS = "inputs.json", "base-score.json", "checkpoints"  # until a run ends, as START
+START, BASE_SCORE, CHECKPOINTS = "start", "base-score.json", "checkpoints"  # until a run ends, as HASHES
 CALIBRATION = "calibration.json"  # in the start: the calibration that made it
 _NAMED = {RECORD: "a finished run", ADAPTER: "an adapter", BASIS: "a basis"}
-_OF_A_RUN = (ADAPTER, PREDICTIONS, SAMPLES, FIGURE, CHECKPOINTS, START, BASE_SCORE, HASHES)  # it overwrites them
+_WORK = (CHECKPOINTS, START, BASE_SCORE, HASHES)  # only resuming needs them
+_OF_A_RUN = (ADAPTER, PREDICTIONS, SAMPLES, FIGURE, *_WORK)  # it overwrites them
 HASHED = frozenset({*PLACES, "model", "data", "eval_data", "basis", "start_from"})
 """Options that say where something is; a resumed run compares the hashes of what it reads there."""
 _MAY_DIFFER = HASHED | {"calibration_data", "report_to", "save_steps"}  # the hash of a run's calibration rows is kept
@@ -50,14 +49,6 @@ def interrupted_work(out: Path) -> str | None:
     if (out / START / CALIBRATION).is_file():
         return "its bases"
     return "the base model's score" if (out / BASE_SCORE).is_file() else None
-
-
-def _has_begun(out: Path) -> bool:
-    """Return whether the folder holds the hashes of a run; a file of the user may have the same name."""
-    with suppress(OSError, ValueError):
-        hashes = json.loads((out / HASHES).read_text(encoding="utf-8"))
-        return isinstance(hashes, dict) and bool(re.fullmatch("[0-9a-f]{64}", str(hashes.get("model"))))
-    return False
 
 
 def begin(out: Path, config: RunConfig, hashes: Mapping[str, str], *, resume: bool) -> None:
@@ -85,7 +76,7 @@ def begin(out: Path, config: RunConfig, hashes: Mapping[str, str], *, resume: bo
 
 def remove_work(out: Path) -> None:
     """Remove the files that only resuming needs."""
-    for name in (CHECKPOINTS, START, BASE_SCORE, HASHES):
+    for name in _WORK:
         if (out / name).is_dir():
             shutil.rmtree(out / name, ignore_errors=True)
         else:
@@ -184,15 +175,15 @@ def refuse_used(out: Path, *, resume: bool) -> None:
         ArtifactError: The folder cannot be written, or holds a finished run or other files of these names.
         TrainingError: The folder holds an interrupted run, and ``resume`` is off.
     """
-    has_begun = _has_begun(out)
+    is_begun = has_begun(out)
     if resume and (out / RECORD).exists():
-        if has_begun:
+        if is_begun:
             remove_work(out)
         raise ArtifactError(f"{out} holds a finished run: there is nothing to resume. Choose another --out.")
-    if resume and has_begun:
+    if resume and is_begun:
         require_writable(out)
     else:
-        require_new(out, RECORD, *(() if has_begun else _OF_A_RUN), *(() if has_begun or resume else (RUN_FILE,)))
+        require_new(out, RECORD, *(() if is_begun else _OF_A_RUN), *(() if is_begun or resume else (RUN_FILE,)))
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from typing import TextIO
 
 from frozencore.device import is_out_of_memory
 from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
+from frozencore.files.adapter_folder import ADAPTER
 from frozencore.progress import Progress
 from frozencore.text import one_line
 from frozencore.tune.config_parts import ModelConfig
-from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Base, load
 from frozencore.tune.record import Failure, Provenance
 from frozencore.tune.run_rows import RowCache

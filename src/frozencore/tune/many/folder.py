@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.errors import ArtifactError, TrainingError
-from frozencore.files.adapter_folder import CONFIG_FILE, UNFINISHED_FOLDER, WEIGHTS_FILE
+from frozencore.files.adapter_folder import ADAPTER, CONFIG_FILE, HASHES, UNFINISHED_FOLDER, WEIGHTS_FILE
 from frozencore.files.atomic_write import require_writable
 from frozencore.text import num_of, one_line
 from frozencore.tune.config import RunConfig
-from frozencore.tune.folder import ADAPTER, FAILURE, HASHED, HASHES, RECORD, locked, record_of_run
+from frozencore.tune.folder import FAILURE, HASHED, RECORD, locked, record_of_run
 from frozencore.tune.record import RecordedConfig, TunedRecord
 
 _WAY_OUT = "Choose another --out, or move that folder away."

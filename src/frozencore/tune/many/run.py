@@ -23,7 +23,7 @@ from frozencore.adapter.loaded_basis import basis_id, save_basis
 from frozencore.adapter.swap import swap_core
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.errors import ArtifactError, FrozenCoreError
-from frozencore.files.adapter_folder import MANIFEST_FILE, RUN_FILE, UNFINISHED_FOLDER
+from frozencore.files.adapter_folder import ADAPTER, BASIS, MANIFEST_FILE, RUN_FILE, UNFINISHED_FOLDER
 from frozencore.files.atomic_write import atomic_folder, remove_left, write_json, write_text
 from frozencore.files.fingerprint import fingerprint_tensors, fingerprints_of
 from frozencore.progress import Progress, as_stage
@@ -33,7 +33,7 @@ from frozencore.tune.adapters import save_adapter
 from frozencore.tune.calibration_record import CalibratedAdapter
 from frozencore.tune.config import RunConfig, as_flags, as_json, run_options
 from frozencore.tune.cost import PeakMemory
-from frozencore.tune.folder import ADAPTER, BASIS, FAILURE, RECORD, START, locked
+from frozencore.tune.folder import FAILURE, RECORD, START, locked
 from frozencore.tune.load import Inputs, resolve_targets
 from frozencore.tune.make_record import calibrated_on, headline, make_record
 from frozencore.tune.many.folder import (
