@@ -88,6 +88,16 @@ def test_a_cached_adapter_is_exported_by_its_hub_id_as_its_folder_is(
     assert (tmp_path / "by id" / weights).read_bytes() == (tmp_path / "by folder" / weights).read_bytes()
 
 
+def test_a_basis_beside_an_adapter_is_found_in_the_cache_that_is_given(tmp_path: Path) -> None:
+    model = adapted("random", trained=True)
+    save_basis(model, tmp_path / "saved/basis")
+    model.save_pretrained(str(tmp_path / "saved"))
+    folder = put_into_cache(tmp_path / "own cache", tmp_path / "saved")
+    shutil.rmtree(tmp_path / "saved")
+    config = FrozenCoreConfig.from_pretrained("org/name", cache_dir=str(tmp_path / "own cache"))
+    assert config.basis == str(folder / "basis")
+
+
 def test_of_an_adapter_on_the_hub_its_files_alone_are_asked_for(
     adapter: Path, command: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -306,8 +306,10 @@ class FrozenCoreConfig(
         config = super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
         if isinstance(config, FrozenCoreConfig) and config.basis is not None and config.basis_id is not None:
             if not (basis := kwargs.get("basis")):  # else a hub is not asked for one
-                place = folder_of(str(pretrained_model_name_or_path), kwargs.get("revision"))
-                basis = basis_beside(config.basis_id, place / (subfolder or "")) or config.basis
+                of_adapter = folder_of(
+                    str(pretrained_model_name_or_path), kwargs.get("revision"), cache_dir=kwargs.get("cache_dir")
+                )
+                basis = basis_beside(config.basis_id, of_adapter / (subfolder or "")) or config.basis
             config.basis = _found_from_anywhere(basis)
         return config
 

@@ -147,13 +147,16 @@ def is_folder(place: str | Path) -> bool:
         return False
 
 
-def folder_of(place: str, revision: str | None = None, *, with_tokenizer: bool = False) -> Path:
+def folder_of(
+    place: str, revision: str | None = None, *, with_tokenizer: bool = False, cache_dir: str | Path | None = None
+) -> Path:
     """The folder of an adapter or a basis on this disk: the folder itself, or the offline cache of a hub id.
 
     Files of a hub id are downloaded if the hub answers; pickled weights only where there are no others.
 
     Args:
         with_tokenizer: Download the tokenizer and chat template that a trainer saved beside the adapter too.
+        cache_dir: The cache of the hub's files; None is the usual one.
 
     Raises:
         ArtifactError: It is not a folder, and neither the cache nor the hub has it.
@@ -165,7 +168,7 @@ def folder_of(place: str, revision: str | None = None, *, with_tokenizer: bool =
     wanted = [*files, *(f"basis/{name}" for name in (HEADER_FILE, FACTORS_FILE))]
     wanted += TOKENIZER_FILES if with_tokenizer else ()
     fetched: Path = hub_client().download(
-        place, revision, wanted, instead=PICKLE_FILE, unless=(WEIGHTS_FILE, HEADER_FILE)
+        place, revision, wanted, instead=PICKLE_FILE, unless=(WEIGHTS_FILE, HEADER_FILE), cache_dir=cache_dir
     )
     return fetched
 

@@ -106,7 +106,15 @@ def is_cached(model: str, revision: str | None) -> bool:
     return False
 
 
-def download(place: str, revision: str | None, wanted: list[str], *, instead: str, unless: tuple[str, ...]) -> Path:
+def download(
+    place: str,
+    revision: str | None,
+    wanted: list[str],
+    *,
+    instead: str,
+    unless: tuple[str, ...],
+    cache_dir: str | Path | None,
+) -> Path:
     """The folder of a repository's files, from the hub if it answers, else from its offline cache.
 
     Args:
@@ -122,7 +130,7 @@ def download(place: str, revision: str | None, wanted: list[str], *, instead: st
         def fetch(names: list[str]) -> Path:
             return Path(
                 huggingface_hub.snapshot_download(
-                    place, revision=revision, allow_patterns=names, local_files_only=only_here
+                    place, revision=revision, allow_patterns=names, local_files_only=only_here, cache_dir=cache_dir
                 )
             )
 
