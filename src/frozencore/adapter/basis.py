@@ -99,12 +99,12 @@ class Basis:
     @property
     def ranks(self) -> dict[str, int]:
         """r by layer name, in the order of a core's values."""
-        return {name: self.layers[name].rank for name in sorted(self.layers)}
+        return ranks_of(self.layers)
 
     @property
     def is_set(self) -> bool:
-        """Whether P and Q were set: they are zero in all layers of an adapter that was never calibrated."""
-        return any(layer.is_set for layer in list(self.layers.values())[:1])
+        """Whether P and Q were set."""
+        return are_set(self.layers)
 
     def write(self, folder: Path, *, overwrite: bool = False) -> None:
         """Write the folder of the basis atomically."""
@@ -116,6 +116,16 @@ class Basis:
             )
             text = json.dumps(vars(header), indent=1, ensure_ascii=False)
             (aside / HEADER_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def ranks_of(layers: Mapping[str, LayerBasis]) -> dict[str, int]:
+    """r by layer name, in the order of a core's values."""
+    return {name: layers[name].rank for name in sorted(layers)}
+
+
+def are_set(layers: Mapping[str, LayerBasis]) -> bool:
+    """Whether P and Q were set: they are zero in all layers of an adapter that was never calibrated."""
+    return any(layer.is_set for layer in list(layers.values())[:1])
 
 
 def require_set(layers: Mapping[str, LayerBasis]) -> None:

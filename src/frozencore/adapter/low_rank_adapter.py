@@ -144,7 +144,7 @@ def _read_core(place: str, folder: Path, bases: dict[str, Basis]) -> LowRankAdap
         num_bytes=weights_file(folder).stat().st_size,
         modules_to_save=config.modules_to_save, modules=saved.modules, ties_weights=config.ensure_weight_tying,
         named_basis=None if saved.basis is not None else
-        (basis.id, sum(X.nbytes for layer in basis.layers.values() for X in (layer.P, layer.Q))),
+        (basis.id, sum(layer.num_bytes for layer in basis.layers.values())),
     )  # fmt: skip
 
 

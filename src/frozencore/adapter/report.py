@@ -65,7 +65,7 @@ def inspect_adapter(basis: Basis, cores: Mapping[str, Tensor] | None = None) -> 
             shape=(len(layer.P), len(layer.Q)),
             rank=layer.rank,
             num_values=layer.rank**2,
-            basis_bytes=sum(X.numel() * X.element_size() for X in (layer.P, layer.Q)),
+            basis_bytes=layer.num_bytes,
             orthonormality_error=layer.orthonormality_error(),
             core_norm=0.0 if cores is None else float(cores[name].norm()),
         )

@@ -19,7 +19,7 @@ import torch
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from frozencore.adapter.basis import Basis, require_same_id
+from frozencore.adapter.basis import Basis, are_set, ranks_of, require_same_id
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.core import BASE, CORE, Core, is_core_key
 from frozencore.adapter.layer import PREFIX, BasisState, warn_of_uncalibrated
@@ -112,34 +112,40 @@ def tensors_to_load(
     adapter = LoadedAdapter(adapter_name, config, frozen_core_layers(model, adapter_name))
     origin, here = f"The adapter {adapter_name!r}", adapter.bases
     core = Core.read(origin, state_dict)
-    has_basis = all(factors.is_set for factors in list(here.values())[:1])
-    known = adapter.basis_id if has_basis else None
-    if core.basis_id != known:
-        basis = _other_basis(origin, core, adapter, state_dict)
-        here = dict(basis.layers)
-        core.require_size(sum(r * r for r in basis.ranks.values()))
-        adapter.attach_id(basis, will_load=here)
-        if basis.place is None:
-            if basis.is_set and not config.load_bases:  # the configuration did not come with the file
-                warnings.warn(
-                    f"{origin} takes P and Q of a file, but its configuration and card tell nothing of how they were "
-                    "made. Load adapter and configuration together before training goes on: "
-                    "PeftModel.from_pretrained(base, CHECKPOINT, is_trainable=True).",
-                    stacklevel=2,
-                )
-            config.attach_basis_id(basis.id)
-            config.base_record = None if basis.base is None else dict(basis.base)
-        if not basis.is_set:
-            warn_of_uncalibrated(origin, "before it is trained or used")
-        config.basis_id = basis.id
+    known = adapter.basis_id if are_set(here) else None
+    other = None if core.basis_id == known else _other_basis(origin, core, adapter, state_dict)
+    if other is not None:
+        here = dict(other.layers)
+    cores = core.by_layer(ranks_of(here))
+    if other is not None:
+        _expect_basis(origin, adapter, other)
     config.load_bases = False
     loaded = module_tensors(state_dict)
-    for name, R in core.by_layer({name: here[name].rank for name in sorted(here)}).items():
+    for name, R in cores.items():
         key = f"{BASE}{name}.{PREFIX}"
         loaded |= {f"{key}{side}.{adapter_name}": X for side, X in (("P", here[name].P), ("Q", here[name].Q))}
         loaded[f"{key}R.{adapter_name}.weight"] = R.clone()
         adapter.layers[name].frozencore_state[adapter_name] = BasisState.UNKNOWN  # until the tensors are there
     return loaded
+
+
+def _expect_basis(origin: str, adapter: LoadedAdapter, basis: Basis) -> None:
+    """Name the basis that a model's state dict is about to bring in the layers and in the configuration."""
+    config = adapter.config
+    adapter.attach_id(basis, will_load=basis.layers)
+    if basis.place is None:
+        if basis.is_set and not config.load_bases:  # the configuration did not come with the file
+            warnings.warn(
+                f"{origin} takes P and Q of a file, but its configuration and card tell nothing of how they were "
+                "made. Load adapter and configuration together before training goes on: "
+                "PeftModel.from_pretrained(base, CHECKPOINT, is_trainable=True).",
+                stacklevel=3,
+            )
+        config.attach_basis_id(basis.id)
+        config.base_record = None if basis.base is None else dict(basis.base)
+    if not basis.is_set:
+        warn_of_uncalibrated(origin, "before it is trained or used")
+    config.basis_id = basis.id
 
 
 def _other_basis(origin: str, core: Core, adapter: LoadedAdapter, tensors: Mapping[str, Tensor]) -> Basis:

@@ -58,6 +58,11 @@ class LayerBasis:
         return self.P.shape[1]
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of P and Q."""
+        return self.P.nbytes + self.Q.nbytes
+
+    @property
     def is_set(self) -> bool:
         """Whether P was set: it is zero in an adapter that was never calibrated, and has no values on meta."""
         return not self.P.is_meta and bool(self.P.any())

@@ -231,16 +231,12 @@ def export_tenant(
     if basis_model is not None:
         origin, there = str(adapter.folder or "This adapter"), read_entry(basis_model)["basis_id"]
         require_same_id(origin, adapter.basis_id, f"the basis model {basis_model} has", there)
-    ranks = {name: len(R) for name, R in adapter.cores.items()}
-    rank = max(ranks.values())
+    ranks, rank = adapter.ranks, adapter.rank
     with atomic_folder(
         Path(out), overwrite=overwrite, reads=[adapter.folder, adapter.config.basis, basis_model]
     ) as aside:
-        cores = _cores(adapter, rank, dtype)
-        ones = {
-            f"{BASE}{name}.{CORE}.lora_A.weight": torch.eye(rank, ranks[name], dtype=dtype) for name in adapter.cores
-        }
-        (aside / WEIGHTS_FILE).write_bytes(_weights(ones | cores, adapter.basis_id))
+        ones = {f"{BASE}{name}.{CORE}.lora_A.weight": torch.eye(rank, r, dtype=dtype) for name, r in ranks.items()}
+        (aside / WEIGHTS_FILE).write_bytes(_weights(ones | _cores(adapter, dtype), adapter.basis_id))
         config = lora_config(adapter.config, rank, [CORE], fan_in_fan_out=False)
         config |= {"base_model_name_or_path": None if basis_model is None else str(basis_model), "revision": None}
         (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -264,15 +260,16 @@ def tenant_weights(model: nn.Module, *, adapter_name: str | None = None, dtype: 
     """
     require_dtype(dtype)
     adapter = export_source(model, adapter_name)
-    return _weights(_cores(adapter, max(map(len, adapter.cores.values())), dtype), adapter.basis_id)
+    return _weights(_cores(adapter, dtype), adapter.basis_id)
 
 
 def _weights(tensors: dict[str, Tensor], basis_id: str) -> bytes:
     return save(tensors, metadata={"format": "pt", ENTRY: basis_id})
 
 
-def _cores(adapter: ExportSource, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def _cores(adapter: ExportSource, dtype: torch.dtype) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
+    rank = adapter.rank
     for name, R in adapter.cores.items():
         B = torch.zeros(len(R), rank, dtype=torch.float64)
         B[:, : len(R)] = adapter.layers[name].scale * R.detach().cpu().double()

@@ -18,7 +18,7 @@ import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
-from frozencore.adapter.export.lora import export_source
+from frozencore.adapter.export.lora import ExportSource, export_source
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.atomic_write import atomic_write
 from frozencore.maths.quantise import BITS
@@ -38,7 +38,10 @@ def core_fragment(directory: str | Path, bits: int) -> str:
         ArtifactError: The adapter is damaged.
         ConfigError: The adapter has no basis, or trains more than its cores.
     """
-    adapter = export_source(directory)
+    return _fragment(export_source(directory), bits)
+
+
+def _fragment(adapter: ExportSource, bits: int) -> str:
     few = adapter.core.in_bits(bits, adapter.ranks).packed
     assert few is not None
     head = bytes([bits]) + bytes.fromhex(adapter.basis_id) + len(adapter.layers).to_bytes(2, "little")
@@ -64,11 +67,12 @@ def export_qr(directory: str | Path, out: str | Path, bits: int) -> int:
         )
     if out.suffix not in (".png", ".svg"):
         raise ConfigError(f"A QR code is written as .png or .svg, but --out {out} was given.")
-    fragment = core_fragment(directory, bits)
+    adapter = export_source(directory)
+    fragment = _fragment(adapter, bits)
     if len(fragment) > LARGEST_QR:
         raise ArtifactError(
             f"A QR code holds {LARGEST_QR:,} bytes, and this core at {bits} bits takes {len(fragment):,}. "
-            f"{_what_fits(directory, bits)} Or send the link (--to link)."
+            f"{_what_fits(adapter, bits)} Or send the link (--to link)."
         )
     import segno
 
@@ -78,11 +82,11 @@ def export_qr(directory: str | Path, out: str | Path, bits: int) -> int:
     return len(fragment)
 
 
-def _what_fits(directory: str | Path, bits: int) -> str:
-    fewer = [each for each in BITS if each < bits and len(core_fragment(directory, each)) <= LARGEST_QR]
+def _what_fits(adapter: ExportSource, bits: int) -> str:
+    fewer = [each for each in BITS if each < bits and len(_fragment(adapter, each)) <= LARGEST_QR]
     if fewer:
         return f"--bits {fewer[0]} fits."
-    num_layers = len(export_source(directory).layers)
+    num_layers = len(adapter.layers)
     room = LARGEST_QR * 3 // 4 - 28 - 4 * num_layers  # 28: the head, the CRC, and `#core=` in bytes before base64
     rank = int(max(room * 8 / min(BITS) / num_layers, 0) ** 0.5)
     if rank == 0:

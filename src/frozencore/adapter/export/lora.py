@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from frozencore.adapter.basis import require_set
+from frozencore.adapter.basis import ranks_of, require_set
 from frozencore.adapter.card import num_tokens, write_model_card
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.core import BASE, Core
@@ -65,7 +65,12 @@ class ExportSource:
     @property
     def ranks(self) -> dict[str, int]:
         """r by layer name, in the order of the core's values."""
-        return {name: self.layers[name].rank for name in sorted(self.layers)}
+        return ranks_of(self.layers)
+
+    @property
+    def rank(self) -> int:
+        """The largest r of a layer."""
+        return max(self.ranks.values())
 
     @cached_property
     def cores(self) -> dict[str, Tensor]:
@@ -161,9 +166,8 @@ def to_rank(adapter: ExportSource, rank: int | None) -> tuple[ExportSource, int,
     """
     if rank is not None and (not isinstance(rank, int) or rank < 1):
         raise ConfigError(f"A LoRA has a rank of at least 1, but {rank!r:.50} was given.")
-    full_rank = max(map(len, adapter.cores.values()))
-    if rank is None or rank >= full_rank:
-        return adapter, full_rank, None
+    if rank is None or rank >= adapter.rank:
+        return adapter, adapter.rank, None
     layers, cores, kept, lost = {}, {}, 0.0, 0.0
     for name, basis in adapter.layers.items():
         layers[name], cores[name], S = best_of_rank(basis, adapter.cores[name], rank)
@@ -292,7 +296,7 @@ def export_source(model_or_directory: nn.Module | str | Path, adapter_name: str 
     if isinstance(model_or_directory, nn.Module):
         adapter = LoadedAdapter.of(model_or_directory, adapter_name)
         config = adapter.config
-        source = ExportSource(config, Core.of(adapter.basis_id, adapter.cores), adapter.bases)
+        source = ExportSource(config, adapter.core, adapter.bases)
     else:
         saved = read_adapter(model_or_directory)
         config, basis = saved.config, saved.find_basis()
