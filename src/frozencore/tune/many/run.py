@@ -27,7 +27,7 @@ from frozencore.files.adapter_folder import ADAPTER, BASIS, MANIFEST_FILE, RUN_F
 from frozencore.files.atomic_write import atomic_folder, remove_left, write_json, write_text
 from frozencore.files.fingerprint import fingerprint_tensors, fingerprints_of
 from frozencore.progress import Progress, as_stage
-from frozencore.text import num_of, one_line
+from frozencore.text import one_line
 from frozencore.tune.adapt import Adapted, adapt, starting_core, undone_by_rounding, with_rate
 from frozencore.tune.adapters import save_adapter
 from frozencore.tune.calibration_record import CalibratedAdapter
@@ -44,12 +44,11 @@ from frozencore.tune.many.folder import (
     resume_key,
     standing_record,
     unfinished_file,
-    unfinished_in,
 )
 from frozencore.tune.many.slots import held_out_losses
 from frozencore.tune.many.tenant import SLOTS, Tenant, Trained, Validation, train_many
 from frozencore.tune.many.tenant_rows import TenantRows, naming_tenant, read_tenants, tenants_of
-from frozencore.tune.many.unfinished import Unfinished
+from frozencore.tune.many.unfinished import UnfinishedFiles
 from frozencore.tune.methods import Targets
 from frozencore.tune.process_group import use_own_gpu
 from frozencore.tune.processes import is_first, num_started
@@ -148,28 +147,14 @@ def execute_many(
             started=started,
             start=start,
         )
-
-        def key_of(name: str) -> dict[str, Any]:
-            one = to_train[name]
-            key = resume_key(RecordedConfig.of(one.config), {**hashes, **_scored(one)})
-            return {**key, "steps": tenants[name].num_steps}
-
-        begun = {
-            name: Unfinished.read(unfinished_file(out, name), key_of(name))
-            for name in (unfinished_in(out, to_train) if resume else ())
+        keys = {
+            name: {
+                **resume_key(RecordedConfig.of(one.config), {**hashes, **_scored(one)}),
+                "steps": tenants[name].num_steps,
+            }
+            for name, one in to_train.items()
         }
-
-        def keep(unfinished: Mapping[str, Unfinished]) -> str:
-            lost: dict[str, Exception] = {}
-            for name, one in unfinished.items():
-                try:
-                    one.write(unfinished_file(out, name), key_of(name))
-                except (FrozenCoreError, OSError) as error:
-                    lost[name] = error
-            saved = f"the steps of {num_of(len(unfinished) - len(lost), 'tenant')} are saved"
-            names = ", ".join(map(repr, lost))
-            return f"{saved}, but not those of {names} ({next(iter(lost.values()))})" if lost else saved
-
+        between_steps = UnfinishedFiles(out, keys)
         train_many(
             adapted.model,
             {name: tenants[name] for name in to_train},
@@ -177,8 +162,8 @@ def execute_many(
             pad_id=inputs.encoder.pad_id,
             num_slots=num_slots,
             progress=progress,
-            begun=begun,
-            on_stop=keep,
+            begun=between_steps.read() if resume else {},
+            on_stop=between_steps.write,
         )
     with suppress(OSError):  # it has tenants of another process, or does not exist
         (out / UNFINISHED_FOLDER).rmdir()

@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from frozencore.errors import ArtifactError
+from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.atomic_write import atomic_write
-from frozencore.text import one_line
-from frozencore.tune.many.folder import refuse_differing
+from frozencore.text import num_of, one_line
+from frozencore.tune.many.folder import refuse_differing, unfinished_file, unfinished_in
 from frozencore.tune.record import StepScored
 
 
@@ -66,3 +66,32 @@ class Unfinished:
             raise ArtifactError(f"{file} is damaged ({one_line(error, 120)}). {way_out}") from error
         refuse_differing(str(file), state["key"], json.loads(json.dumps(key)))
         return found
+
+
+@dataclass(frozen=True)
+class UnfinishedFiles:
+    """The files of tenants between two steps in the folder of all tenants.
+
+    Attributes:
+        keys: What a run must share to go on from a file, by tenant.
+    """
+
+    out: Path
+    keys: Mapping[str, Mapping[str, Any]]
+
+    def read(self) -> dict[str, Unfinished]:
+        """Read the files that are there."""
+        names = unfinished_in(self.out, self.keys)
+        return {name: Unfinished.read(unfinished_file(self.out, name), self.keys[name]) for name in names}
+
+    def write(self, unfinished: Mapping[str, Unfinished]) -> str:
+        """Write a file for each tenant, and say whose steps are saved."""
+        lost: dict[str, Exception] = {}
+        for name, one in unfinished.items():
+            try:
+                one.write(unfinished_file(self.out, name), self.keys[name])
+            except (FrozenCoreError, OSError) as error:
+                lost[name] = error
+        saved = f"the steps of {num_of(len(unfinished) - len(lost), 'tenant')} are saved"
+        names = ", ".join(map(repr, lost))
+        return f"{saved}, but not those of {names} ({next(iter(lost.values()))})" if lost else saved
