@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -156,23 +157,7 @@ def compress_adapters(
         raise ConfigError(f"A basis has a rank of 1 or more, but {rank} was given.")
     ready(sources.keys())
     equal = _equal_ones(sources)
-    found: dict[str, LayerBasis] = {}
-    cores: dict[str, dict[str, Tensor]] = {name: {} for name in sources}
-    energies: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in sources}
-    spectra: dict[str, dict[str, Tensor]] = {name: {} for name in sources}
-    for number, layer in enumerate(shapes, start=1):
-        updates = {name: source.update(layer) for name, source in sources.items() if layer in source.factors}
-        counted = [name not in equal for name in updates]
-        basis = compress(list(updates.values()), min(rank, *shapes[layer]), counted=counted)
-        if basis.rank:
-            found[layer] = basis
-            for of_layers in cores.values():
-                of_layers[layer] = torch.zeros(basis.rank, basis.rank)
-            for name, update in updates.items():
-                cores[name][layer] = R = core_of(basis.P, basis.Q, update)
-                energies[name][layer] = float(R.double().square().sum()), energy(*update)
-                spectra[name][layer] = singular_energies(*update)
-        progress("compress", number, len(shapes), layer)
+    found, cores, energies, spectra = _decomposed(sources, shapes, rank, equal, progress)
     config = _config_of(sources, found, base)
     bits = bits or default_bits(config.r)
     scaled = {layer: replace(basis, scale=config.scale_of(layer)) for layer, basis in found.items()}
@@ -217,6 +202,52 @@ def compress_adapters(
         write_json(aside / COMPRESSION_FILE, about)
     names = other_names(sources.values(), base)
     return CompressedAdapters(out, shared.id, config.r, bits, len(found), kept, sizes, equal, skipped, names)
+
+
+class _Decomposed(NamedTuple):
+    """The updates of all adapters on the basis of each layer: all but the basis by adapter, then by layer.
+
+    Attributes:
+        cores: R in float32; zero where an adapter has no update.
+        energies: The energy of the core, and of the update.
+        spectra: The squared singular values of the update.
+    """
+
+    bases: dict[str, LayerBasis]
+    cores: dict[str, dict[str, Tensor]]
+    energies: dict[str, dict[str, tuple[float, float]]]
+    spectra: dict[str, dict[str, Tensor]]
+
+
+def _decomposed(
+    sources: Mapping[str, LowRankAdapter],
+    shapes: Mapping[str, tuple[int, int]],
+    rank: int,
+    equal: Collection[str],
+    progress: Progress,
+) -> _Decomposed:
+    """Choose the basis of each layer, and put each update on it.
+
+    Args:
+        equal: The adapters that do not count, because an earlier one is equal.
+    """
+    found = _Decomposed(
+        {}, {name: {} for name in sources}, {name: {} for name in sources}, {name: {} for name in sources}
+    )
+    for number, layer in enumerate(shapes, start=1):
+        updates = {name: source.update(layer) for name, source in sources.items() if layer in source.factors}
+        counted = [name not in equal for name in updates]
+        basis = compress(list(updates.values()), min(rank, *shapes[layer]), counted=counted)
+        if basis.rank:
+            found.bases[layer] = basis
+            for name, cores in found.cores.items():
+                cores[layer] = torch.zeros(basis.rank, basis.rank)
+                if (update := updates.get(name)) is not None:
+                    cores[layer] = R = core_of(basis.P, basis.Q, update)
+                    found.energies[name][layer] = float(R.double().square().sum()), energy(*update)
+                    found.spectra[name][layer] = singular_energies(*update)
+        progress("compress", number, len(shapes), layer)
+    return found
 
 
 def _equal_ones(sources: Mapping[str, LowRankAdapter]) -> dict[str, str]:
