@@ -38,7 +38,7 @@ from frozencore.cli.app import program
 from frozencore.cli.verbs import all_verbs
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
-from frozencore_lab.tasks.registry import PAPER_TASKS
+from frozencore_lab.tasks.paper import PAPER_TASKS
 from input_files import tiny_model, write_gguf, write_hub_folder
 
 PAGES = [*(ROOT / place / "README.md" for place in (".", "lab", "examples")), *sorted((ROOT / "docs").glob("*.md"))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from frozencore.adapter.bank import CoreBank
 from frozencore.adapter.basis import Basis, load_basis
-from frozencore.adapter.calibrate import Calibration, calibrate
+from frozencore.adapter.calibrate import calibrate
 from frozencore.adapter.card import write_model_card
 from frozencore.adapter.config import FrozenCoreConfig, register_constructor
 from frozencore.adapter.core import Core
@@ -17,7 +17,7 @@ from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.adapter.loaded_basis import basis_id, get_basis, save_basis, set_basis
 from frozencore.adapter.model import FrozenCoreModel
 from frozencore.adapter.swap import get_core, prepare_swap, swap_core
-from frozencore.calibration.calibrate import build_bases
+from frozencore.calibration.calibrate import Calibration, build_bases
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, LayerData, build_basis

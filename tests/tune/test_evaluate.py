@@ -40,8 +40,9 @@ from frozencore.tune.rows.row import ChoiceTokens, Row, TokenRow
 from frozencore.tune.scoring import answers
 from frozencore.tune.scoring.forward import Prediction
 from frozencore.tune.scoring.score import ScoredRows, held_out_loss, score_rows
+from frozencore_lab.tasks.paper import PAPER_TASKS
 from frozencore_lab.tasks.pocket_tasks import POCKET_TASKS
-from frozencore_lab.tasks.registry import PAPER_TASKS, find_task
+from frozencore_lab.tasks.registry import find_task
 from frozencore_lab.tasks.task import Task
 from input_files import FEATURES, write_hub_folder
 from small_runs import RESOLVED, made_up_record, silent

@@ -17,9 +17,9 @@ from frozencore.calibration.calibrate import Calibration, LayerCalibration
 from frozencore.errors import ArtifactError
 from frozencore.files.atomic_write import atomic_folder, require_writable, write_json
 from frozencore.maths.capture import Capture
-from frozencore.tune.calibration_record import CalibrationSummary
-from frozencore.tune.provenance import source_commit
-from frozencore.tune.record import Alignment, Failure, Provenance, StabilityRecord, read_failure, read_record
+from frozencore.tune.calibration_record import Alignment, CalibrationSummary
+from frozencore.tune.provenance import Provenance, source_commit
+from frozencore.tune.record import Failure, StabilityRecord, read_failure, read_record
 from small_runs import RESOURCES, SCORE, made_up_record, record_content
 
 

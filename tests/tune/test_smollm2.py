@@ -21,7 +21,7 @@ from frozencore.tune.locate import smollm2_path
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.smollm2 import FILE, FILE_SHA256, make_smollm2
-from frozencore_lab.tasks.registry import PAPER_TASKS
+from frozencore_lab.tasks.paper import PAPER_TASKS
 
 HERE = SHARED / "models" / "smollm2" / FILE
 

@@ -15,12 +15,12 @@ from frozencore.errors import ArtifactError
 from frozencore.tune.config import make_config
 from frozencore.tune.run import execute
 from frozencore_lab.campaign.driver import MOST_DEATHS, drive
-from frozencore_lab.campaign.job import Job
+from frozencore_lab.campaign.job import Job, Place
 from frozencore_lab.campaign.results import CampaignResults, Tally, load_results
 from frozencore_lab.campaign.shared_moments import Needs
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.store import Store
-from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.campaign.worker import Worker
 from frozencore_lab.campaign.worker_pool import Event, OwnProcess
 from small_campaign import write_spec
 from small_runs import record_content

@@ -18,13 +18,13 @@ from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
 from frozencore.options import COMMAND_NAMES, options_of
-from frozencore.tune.config import ALIASES, run_options
+from frozencore.tune.config import ALIASES, PLACES, run_options
 from frozencore.tune.record import Failure
 from frozencore_lab.campaign.job import KINDS, Job, make_job
 from frozencore_lab.campaign.plan import Ended, Outcomes, Planned, choices, most_further_trials, plan
 from frozencore_lab.campaign.results import load_results, tally
 from frozencore_lab.campaign.shared_moments import moments_key, needs_of
-from frozencore_lab.campaign.spec import PLACES, Campaign, column_key, read_campaign
+from frozencore_lab.campaign.spec import Campaign, column_key, read_campaign
 from frozencore_lab.campaign.store import Store
 from small_campaign import write_spec
 from small_runs import made_up_record, record_content

@@ -16,10 +16,10 @@ from rich.console import Console
 from fixtures import LAB, PAPER_TABLES
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.tune.pocket import pocket_model_path
-from frozencore_lab.campaign.job import make_job
+from frozencore_lab.campaign.job import Place, make_job
 from frozencore_lab.campaign.results import Tally
 from frozencore_lab.campaign.store import Store
-from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.campaign.worker import Worker
 from frozencore_lab.campaign.worker_pool import Event
 from frozencore_lab.cli import campaign as verbs
 from frozencore_lab.cli import campaign_lines as campaign_command

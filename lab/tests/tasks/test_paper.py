@@ -16,8 +16,8 @@ from datasets.arrow_writer import ArrowWriter
 from frozencore.errors import DataError
 from frozencore.files.hub_client import HUB_TIMEOUT_S
 from frozencore.tune.scoring.answers import parse_answer, parse_number
-from frozencore_lab.tasks.paper import ARC_CHALLENGE, GSM8K, HELLASWAG, SST2, SVAMP, WINOGRANDE
-from frozencore_lab.tasks.registry import PAPER_TASKS, TASKS, TEXT_TASKS, find_task
+from frozencore_lab.tasks.paper import ARC_CHALLENGE, GSM8K, HELLASWAG, PAPER_TASKS, SST2, SVAMP, WINOGRANDE
+from frozencore_lab.tasks.registry import TASKS, TEXT_TASKS, find_task
 from frozencore_lab.tasks.task import HubDataset, Task
 from input_files import ROWS, write_hub_folder
 

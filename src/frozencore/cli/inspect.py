@@ -35,8 +35,8 @@ from frozencore.tune.record import EvaluationRecord, TunedRecord, read_record
 
 if TYPE_CHECKING:
     from frozencore.adapter.basis import Basis
-    from frozencore.adapter.calibrate import Calibration
     from frozencore.adapter.report import LayerReport
+    from frozencore.calibration.calibrate import Calibration
 
 PARTS = {
     RECORD: "the record",

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Group
 from rich.text import Text
 
-from frozencore.adapter.calibrate import Calibration
+from frozencore.calibration.calibrate import Calibration
 from frozencore.cli.display import console, table_of
 from frozencore.cli.inspect import calibration_summary
 from frozencore.cli.run_screen import of_setup, of_start, run_summary, sample_lines, size_lines

@@ -21,10 +21,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.card import begin_model_card
+from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.core import Core
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.loaded_basis import set_basis
-from frozencore.adapter.model import FrozenCoreConfig  # registers the tuner with PEFT
 from frozencore.adapter.named_layers import attention_projections
 from frozencore.errors import ConfigError
 from frozencore.files.atomic_write import atomic_folder

@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from frozencore.adapter.calibrate import Calibration, calibrate
+from frozencore.adapter.calibrate import calibrate
 from frozencore.adapter.loaded_basis import save_basis
+from frozencore.calibration.calibrate import Calibration
 from frozencore.distributed import broadcast_from_rank0, raise_on_any_rank
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import ADAPTER, BASIS

@@ -13,7 +13,8 @@ from frozencore.calibration.calibration_options import BATCH_SIZE
 from frozencore.errors import ConfigError
 from frozencore.options import Bounds, ConfigPart
 from frozencore.tune.methods import SEED, Method, Seed
-from frozencore.tune.rows.prompts import LossOn, PromptStyle, TooLong
+from frozencore.tune.rows.conversations import LossOn
+from frozencore.tune.rows.prompts import PromptStyle, TooLong
 from frozencore.tune.rows.row_sources import STANDARD_INPUT, in_words, sources_of
 from frozencore.tune.rows.sources import TASK, is_named
 

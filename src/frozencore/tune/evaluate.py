@@ -35,7 +35,8 @@ from frozencore.text import num_of, one_line
 from frozencore.tune.config_parts import RowsConfig
 from frozencore.tune.folder import PREDICTIONS, RECORD, locked, record_of_run, require_new
 from frozencore.tune.load import Base, load_model, make_encoder, require_embedded
-from frozencore.tune.record import EvaluationRecord, Hashes, Provenance, ReadRows, Resolved, TaskResult, TunedRecord
+from frozencore.tune.provenance import Provenance
+from frozencore.tune.record import EvaluationRecord, Hashes, ReadRows, Resolved, TaskResult, TunedRecord
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, TooLong
 from frozencore.tune.rows.row_sources import named
 from frozencore.tune.rows.sources import find_source, is_named

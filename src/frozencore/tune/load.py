@@ -29,9 +29,9 @@ from frozencore.tune.config_parts import ModelConfig, RowsConfig, ScoringConfig
 from frozencore.tune.locate import model_location
 from frozencore.tune.methods import MethodConfig, Targets
 from frozencore.tune.processes import num_started
+from frozencore.tune.rows.conversations import LossOn
 from frozencore.tune.rows.prompts import (
     PROTOCOL_MAX_LENGTH,
-    LossOn,
     PromptEncoder,
     PromptStyle,
     TooLong,

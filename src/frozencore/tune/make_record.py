@@ -17,11 +17,11 @@ from frozencore.tune.calibration_record import CalibrationSummary
 from frozencore.tune.config import RunConfig
 from frozencore.tune.cost import PeakMemory
 from frozencore.tune.load import Inputs
+from frozencore.tune.provenance import Provenance
 from frozencore.tune.record import (
     RECORD_FORMAT,
     Hashes,
     OtherTask,
-    Provenance,
     RecordedConfig,
     Resolved,
     Resources,

@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from frozencore.text import num_of, one_line
 from frozencore.tune.calibration_record import Alignment, CalibrationSummary
 from frozencore.tune.config import RunConfig
-from frozencore.tune.provenance import Provenance as Provenance
+from frozencore.tune.provenance import Provenance
 from frozencore.tune.record_part import Count, Finite, RecordPart, rounded
 from frozencore.tune.rows.prompts import TooLong
 from frozencore.tune.rows.row import CONTROL, NOT_WRITTEN, OTHER_PROMPT, OTHER_ROLE

@@ -129,7 +129,8 @@ class Stability(StudyKind):
         from frozencore.tune.adapt import adapt
         from frozencore.tune.folder import RECORD
         from frozencore.tune.load import resolve_targets
-        from frozencore.tune.record import RECORD_FORMAT, Provenance, RecordedConfig, StabilityRecord
+        from frozencore.tune.provenance import Provenance
+        from frozencore.tune.record import RECORD_FORMAT, RecordedConfig, StabilityRecord
         from frozencore.tune.scoring.forward import unload_adapter
 
         assert work.reference is not None

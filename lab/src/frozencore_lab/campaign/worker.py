@@ -17,7 +17,8 @@ from frozencore.progress import Progress
 from frozencore.text import one_line
 from frozencore.tune.config_parts import ModelConfig
 from frozencore.tune.load import Base, load
-from frozencore.tune.record import Failure, Provenance
+from frozencore.tune.provenance import Provenance
+from frozencore.tune.record import Failure
 from frozencore.tune.run_rows import RowCache
 from frozencore.tune.scoring.score import Score
 from frozencore_lab.campaign.job import Job, Place, Work

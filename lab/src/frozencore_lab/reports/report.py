@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from frozencore.files.atomic_write import write_text
 from frozencore.files.strict_yaml import as_yaml
 from frozencore.tune.figures import save_figure
-from frozencore.tune.record import Provenance
+from frozencore.tune.provenance import Provenance
 from frozencore_lab.campaign.results import CampaignResults, FinalRun, StudyResults
 from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.reports.comparison import compare, comparison_sheet, differences_sheet, names_of

@@ -16,7 +16,7 @@ from rich.text import Text
 from frozencore.text import one_line
 from frozencore.tune.methods import METHODS
 from frozencore_lab.campaign.results import FinalRun
-from frozencore_lab.tasks.registry import PAPER_TASKS
+from frozencore_lab.tasks.paper import PAPER_TASKS
 
 Status = Literal["done", "missing", "diverged", "failed", "absent"]
 SHOWN: dict[Status, str] = {"missing": "-", "diverged": "div.", "failed": "failed", "absent": "n/a"}

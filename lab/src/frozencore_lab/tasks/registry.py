@@ -14,8 +14,7 @@ from frozencore.tune.config import RunConfig
 from frozencore.tune.rows.row import RawRow, Row, text_field
 from frozencore.tune.rows.sources import TASK, SourceKind
 from frozencore_lab.tasks.described import read_own_task
-from frozencore_lab.tasks.paper import PAPER_TASKS as PAPER_TASKS
-from frozencore_lab.tasks.paper import hellaswag_row
+from frozencore_lab.tasks.paper import PAPER_TASKS, hellaswag_row
 from frozencore_lab.tasks.pocket_tasks import POCKET_TASKS
 from frozencore_lab.tasks.task import Task
 

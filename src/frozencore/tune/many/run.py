@@ -52,7 +52,8 @@ from frozencore.tune.many.unfinished import UnfinishedFiles
 from frozencore.tune.methods import Targets
 from frozencore.tune.process_group import use_own_gpu
 from frozencore.tune.processes import is_first, num_started
-from frozencore.tune.record import Failure, Provenance, RecordedConfig, TenantGroup, TunedRecord
+from frozencore.tune.provenance import Provenance
+from frozencore.tune.record import Failure, RecordedConfig, TenantGroup, TunedRecord
 from frozencore.tune.record_part import RecordPart
 from frozencore.tune.run import recipe_of
 from frozencore.tune.scoring.score import Score
