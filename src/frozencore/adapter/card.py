@@ -20,7 +20,7 @@ from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
 from safetensors import safe_open
 
 from frozencore.adapter.core import Core, is_core_key
-from frozencore.files.adapter_folder import WEIGHTS_FILE
+from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.text import bytes_in_words, one_line
 
 CARD_FILE = "README.md"
@@ -50,7 +50,7 @@ def write_model_card(
         license: Identifier of the licence, for instance ``"apache-2.0"``; the base model's terms apply besides.
     """
     path = Path(directory) / CARD_FILE
-    config = json.loads((path.parent / "adapter_config.json").read_text(encoding="utf-8"))
+    config = json.loads((path.parent / CONFIG_FILE).read_text(encoding="utf-8"))
     card = ModelCard.load(path) if path.exists() else ModelCard.from_template(ModelCardData())
     base = config.get("base_model_name_or_path")
     is_on_hub, is_lora = _is_hub_id(base), config["peft_type"] == "LORA"

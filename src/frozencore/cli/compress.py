@@ -16,6 +16,7 @@ from frozencore.cli.stages import StageDisplay
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config
 from frozencore.files.atomic_write import check_output
+from frozencore.maths.quantise import LOST_TO_ROUNDING
 from frozencore.text import bytes_in_words, num_of
 from frozencore.tune.locate import find_tenants, require_model
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 ENOUGH = 0.6
 """Below this share of its update an adapter may lose accuracy (docs/many-tenants.md)."""
 MOST_ROWS = 40
-LOST_TO_ROUNDING = 0.01
 
 
 def compress(

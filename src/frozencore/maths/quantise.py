@@ -21,6 +21,8 @@ Bits = Annotated[
     "Bits of a value of a saved core. With fewer than 32 each value is at the nearest level. Default: 4, or 8 "
     "below rank 16.",
 ]
+LOST_TO_ROUNDING = 0.01
+"""The share of an update from which commands say that rounding lost it."""
 NUM_CLIPS, NUM_FITS = 16, 4
 """Clips from a quarter of the largest value to all of it, and least-squares steps after the best one."""
 

@@ -11,6 +11,7 @@ from torch import nn
 from frozencore.adapter.compress import CompressedAdapters, compress_adapters
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.swap import round_core, swap_core
+from frozencore.constructors import COMPRESSED
 from frozencore.errors import ConfigError, DivergenceError
 from frozencore.files.adapter_folder import ADAPTER, BASIS, adapter_in, folder_of, require_tenant_name
 from frozencore.progress import Progress, as_stage
@@ -145,7 +146,7 @@ def score_cores(
         scores[name]["compressed"] = _score(inputs, rows[name], model, f"{name}, compressed", progress)
         scores[name]["trained on"] = "Only cores are trained on, and this adapter has other trained modules."
     base.without_adapter()
-    method = find_method("compressed")
+    method = find_method(COMPRESSED)
     options = MethodConfig(basis=str(shop / BASIS))
     model = add_adapter(method, inputs.model, options)
     for name in scores:

@@ -22,6 +22,7 @@ from unicodedata import normalize
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
 from torch import Tensor, nn
 
+from frozencore.adapter import core
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.folders import read_tensors
 from frozencore.adapter.layer import UncalibratedWarning
@@ -79,7 +80,7 @@ class BaseWithAdapter:
                 warnings.simplefilter("always", UncalibratedWarning)
                 base = self.without_adapter()
                 config = PeftConfig.from_pretrained(str(folder))
-                named = {key.removeprefix("base_model.model.").replace(".base_layer.", ".") for key in tensors}
+                named = {key.removeprefix(core.BASE).replace(".base_layer.", ".") for key in tensors}
                 if changes_base(vars(config)):
                     named |= {f"{key.partition('.lora_')[0]}.weight" for key in named}
                 # no state dict: bitsandbytes rewrites an evaluated 4-bit weight when it makes one

@@ -179,5 +179,5 @@ def failure_lines(planned: Iterable[Planned], store: Store) -> Iterator[str]:
             axes = ", ".join(f"{name} {value}" for name, value in run.axes.items())
             yield (
                 f"{run.study} ({axes}), run {run.job.id}: {failure.reason}: {failure.message} "
-                f"Log: {store.failed / run.job.id / 'log.txt'}"
+                f"Log: {store.log_of_failed(run.job.id)}"
             )

@@ -25,8 +25,9 @@ from typing import TypeVar
 
 from frozencore.errors import ArtifactError
 from frozencore.files.atomic_write import remove_left, require_writable, write_json, write_lines, write_text
-from frozencore.tune.folder import RECORD, remove_work
+from frozencore.tune.folder import FAILURE, RECORD, remove_work
 from frozencore.tune.record import Failure, RunRecord, read_failure, read_record
+from frozencore_lab.campaign.job import ID_DIGITS
 from frozencore_lab.campaign.plan import Ended
 from frozencore_lab.campaign.spec import Campaign, read_campaign
 
@@ -34,7 +35,7 @@ INDEX = "records.jsonl"
 LOG = "log.txt"
 SPECIFICATION = "campaign.json"
 T = TypeVar("T")
-_ID = re.compile(r"[0-9a-f]{16}")
+_ID = re.compile(f"[0-9a-f]{{{ID_DIGITS}}}")
 _ID_IN_LINE = re.compile(rf'"run_id": ?"({_ID.pattern})"')
 
 
@@ -76,7 +77,7 @@ class Store:
 
     def outcome(self, run_id: str) -> Ended | None:
         """The record or the failure of a run; None before its end."""
-        failure = self.failed / run_id / "failure.json"
+        failure = self.failed / run_id / FAILURE
         return self._record(run_id) or (_read(failure, read_failure) if failure.exists() else None)
 
     @contextmanager
@@ -109,15 +110,17 @@ class Store:
         """Record the failure of a run and keep its log; its other files are removed."""
         log = self._partial(run_id) / LOG
         told = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-        write_text(self.failed / run_id / LOG, told + last_words)
-        write_json(self.failed / run_id / "failure.json", failure.content())
+        write_text(self.log_of_failed(run_id), told + last_words)
+        write_json(self.failed / run_id / FAILURE, failure.content())
         shutil.rmtree(self._partial(run_id), ignore_errors=True)
 
-    def forget_failures(self) -> int:
-        """Remove the failures, so that these runs are tried again; return their number."""
-        failed = list(self.failed.glob("*/failure.json"))
+    def log_of_failed(self, run_id: str) -> Path:
+        """The log of a run that failed."""
+        return self.failed / run_id / LOG
+
+    def forget_failures(self) -> None:
+        """Remove the failures, so that these runs are tried again."""
         shutil.rmtree(self.failed, ignore_errors=True)
-        return len(failed)
 
     @contextmanager
     def locked(self, name: str, *, wait: bool = True) -> Iterator[None]:

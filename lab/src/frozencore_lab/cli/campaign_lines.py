@@ -23,7 +23,7 @@ from frozencore.text import num_of, time_in_words
 from frozencore.tune.locate import require_data_root
 from frozencore.tune.record import Failure, RunRecord
 from frozencore_lab.campaign.driver import drive
-from frozencore_lab.campaign.job import Job, Place
+from frozencore_lab.campaign.job import ID_DIGITS, Job, Place
 from frozencore_lab.campaign.plan import Planned, most_further_trials, plan, search_rows
 from frozencore_lab.campaign.results import Tally, failure_lines, mean_time, tally
 from frozencore_lab.campaign.shared_moments import needs_of
@@ -177,7 +177,7 @@ def run_one(
         failure = store.outcome(run_id)
         assert isinstance(failure, Failure)
         raise TrainingError(
-            f"Run {run_id} failed ({failure.reason}): {failure.message} Its log: {store.failed / run_id / 'log.txt'}"
+            f"Run {run_id} failed ({failure.reason}): {failure.message} Its log: {store.log_of_failed(run_id)}"
         )
     return f"{run_id} finished: {store.runs / run_id}"
 
@@ -198,7 +198,7 @@ def run_lines(spec: Path, output: Path | None) -> Iterator[str]:
     for run in plan(campaign, store.outcome):
         outcome = store.outcome(run.job.id) if run.job else None
         state = "left" if outcome is None else "finished" if isinstance(outcome, RunRecord) else "failed"
-        run_id = run.job.id if run.job else "-" * 16
+        run_id = run.job.id if run.job else "-" * ID_DIGITS
         axes = " ".join(f"{name}={value}" for name, value in run.axes.items())
         yield f"{run_id} {state if run.job else 'waits'} {run.study} {run.phase} {axes}"
 

@@ -26,7 +26,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.tune.rows.row import RawRow, Row, text_field, texts_field
+from frozencore.tune.rows.row import RawRow, Row, held, text_field, texts_field
 from frozencore.tune.rows.row_sources import read_source
 from frozencore.tune.scoring.answers import find_answer, parse_answer, parse_number
 from frozencore_lab.tasks.task import Origin, Split, Task
@@ -154,16 +154,15 @@ def position_of(row: RawRow, column: str, labels: Sequence[str], row_id: str, *,
             both as a label and as the index of another one.
     """
     value = row.get(column)
-    held = repr(value) if column in row else f"nothing (the columns are {', '.join(row)})"
     label = "" if value is None or value != value else str(value).strip()  # NaN differs from itself
     positions = [str(i) for i in range(len(labels))] if or_position else []
     found = {i for names in (labels, positions) for i, name in enumerate(names) if name == label}
     if not found:
         wanted = ", ".join(labels) + (f", or a position from 0 to {len(labels) - 1}" if or_position else "")
-        raise DataError(f"Row {row_id}: column {column!r} must hold one of {wanted}, but holds {held}.")
+        raise DataError(f"Row {row_id}: column {column!r} must hold one of {wanted}, but holds {held(row, column)}.")
     if len(found) > 1:
         raise DataError(
-            f"Row {row_id}: column {column!r} holds {held}, which may be the choice "
+            f"Row {row_id}: column {column!r} holds {held(row, column)}, which may be the choice "
             f"{' or '.join(repr(labels[i]) for i in sorted(found))}. Write choices that differ from each other and "
             "from positions."
         )

@@ -18,10 +18,8 @@ from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.files.adapter_folder import TOKENIZER_FILE
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.hub import safe_loading
+from frozencore.maths.quantise import LOST_TO_ROUNDING
 from frozencore.text import one_line
-
-LOST_TO_ROUNDING = 0.01
-"""The share of an update from which its loss by rounding is said."""
 
 
 def export_merged(

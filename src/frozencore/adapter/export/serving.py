@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from frozencore.files.adapter_folder import MODEL_CONFIG
+
 VLLM_MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of ``--max-lora-rank`` (MaxLoRARanks of vLLM). An adapter may have any rank below."""
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -18,6 +20,6 @@ def vllm_max_rank(rank: int) -> int | None:
 
 def head_size(model: Path) -> int | None:
     """The values of an attention head of the model in a folder; None if its configuration does not give it."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((model / MODEL_CONFIG).read_text(encoding="utf-8"))
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
     return config.get("head_dim") or (width // heads if width and heads else None)

@@ -172,7 +172,7 @@ def text_field(row: RawRow, column: str, row_id: str, *, or_number: bool = False
         wanted = "text or a number" if or_number else "text"
         is_label = isinstance(value, int | float) and not or_number
         way_out = " Write the name of the class, or the number in quotes." if is_label else ""
-        raise DataError(f"Row {row_id}: column {column!r} must hold {wanted}, but holds {_held(row, column)}.{way_out}")
+        raise DataError(f"Row {row_id}: column {column!r} must hold {wanted}, but holds {held(row, column)}.{way_out}")
     return str(value).strip()
 
 
@@ -193,5 +193,6 @@ def texts_field(row: RawRow, column: str, row_id: str, *, within: str = "") -> l
     return list(texts)
 
 
-def _held(row: RawRow, column: str) -> str:
+def held(row: RawRow, column: str) -> str:
+    """What a column holds, for an error."""
     return repr(row[column]) if column in row else f"nothing (the columns are {', '.join(row)})"
