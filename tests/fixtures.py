@@ -29,6 +29,7 @@ import gc  # noqa: E402
 import io  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
+import subprocess  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable, Iterable, Iterator  # noqa: E402
 from contextlib import redirect_stdout  # noqa: E402
@@ -147,6 +148,22 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return int(exit_.value.code or 0), captured.out, captured.err
 
     return run
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a small file system in memory, with those options."""
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+
+    def make(options: str) -> Path:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], capture_output=True, check=False)
+        if done.returncode:
+            pytest.skip("this process may not mount a file system")
+        return folder
+
+    yield make
+    subprocess.run(["umount", "--lazy", folder], capture_output=True, check=False)
 
 
 @pytest.fixture

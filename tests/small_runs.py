@@ -12,6 +12,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from frozencore import frozen_core_layers
+from frozencore.progress import no_progress
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.load import Inputs, load_model, prepare
 from frozencore.tune.methods import METHODS
@@ -34,16 +35,17 @@ def config_of(data: Path, **overrides: Any) -> RunConfig:
 
 
 def inputs_of(config: RunConfig) -> Inputs:
-    return prepare(config.model, config.rows, config.scoring, silent)
-
-
-def silent(stage: str, done: int, total: int | None, note: str = "", /) -> None:
-    pass
+    return prepare(config.model, config.rows, config.scoring, no_progress)
 
 
 def adapter_in(folder: Path, name: str = "adapter", *, is_trainable: bool = False) -> PeftModel:
     base, _ = load_model(str(pocket_model_path()), device="cpu")
     return PeftModel.from_pretrained(base, folder / name, is_trainable=is_trainable)
+
+
+def bytes_in(folder: Path) -> dict[Path, bytes]:
+    """The content of each file, by its path in the folder."""
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def cores_in(folder: Path) -> dict[str, Tensor]:

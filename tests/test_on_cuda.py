@@ -14,11 +14,11 @@ from peft import PeftModel, get_peft_model
 from frozencore import FrozenCoreConfig, calibrate, collect_moments
 from frozencore.adapter.core_product import plus_core
 from frozencore.calibration.hooks import FiniteBatches
+from frozencore.progress import no_progress
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.methods import METHODS
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run import execute
-from small_runs import silent
 from tiny import ATTENTION, batches_of, cores_of, draw_examples, tiny_qwen2
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -96,7 +96,9 @@ def test_a_pass_waits_for_nothing_but_its_end() -> None:
 def test_a_run_on_the_gpu_scores_as_on_the_cpu(method: str, task: str, tmp_path: Path) -> None:
     if task != "pocket-sentiment" and method != "fcca":
         pytest.skip("one method on each kind of task")
-    records = {device: execute(run_on(device, method, task), tmp_path / device, silent) for device in ("cpu", "cuda")}
+    records = {
+        device: execute(run_on(device, method, task), tmp_path / device, no_progress) for device in ("cpu", "cuda")
+    }
     cpu, cuda = records["cpu"], records["cuda"]
     assert cuda.held_out_loss_before == pytest.approx(cpu.held_out_loss_before, abs=1e-4)
     assert cuda.accuracy_before == cpu.accuracy_before

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import safe_open
 from transformers import AutoConfig
 
+from fixtures import printed
 from frozencore import basis_id, load_basis, save_basis, swap_core
 from frozencore.errors import ArtifactError
 from frozencore.tune.pocket import pocket_model_path
@@ -17,19 +17,10 @@ from input_files import write_rows
 from small_runs import adapter_in
 from tiny import adapted
 
-Command = Callable[..., tuple[int, str, str]]
 WEIGHTS, POCKET = "adapter_model.safetensors", str(pocket_model_path())
 
 
-def shown(command: Command, *words: object) -> str:
-    status, out, err = command(*words)
-    assert status == 0, err
-    return out
-
-
-def test_a_basis_has_one_id_in_a_run_inspect_an_error_a_tenant_a_basis_model_and_an_engine(
-    command: Command, tmp_path: Path
-) -> None:
+def test_a_basis_has_one_id_in_a_run_inspect_an_error_a_tenant_a_basis_model_and_an_engine(tmp_path: Path) -> None:
     rows = tmp_path / "rows"
     rows.mkdir()
     for name in ("anna", "ben"):
@@ -37,15 +28,13 @@ def test_a_basis_has_one_id_in_a_run_inspect_an_error_a_tenant_a_basis_model_and
     short = ("--model", POCKET, "--epochs", 1, "--batch-size", 4)
     shop, run, tenant = tmp_path / "shop", tmp_path / "run", tmp_path / "many" / "ben"
     few = ("--rank", 4, "--calibration-size", 4)
-    shown(command, "calibrate", "--model", POCKET, *few, "--tenants", rows, "--out", shop)
+    printed("calibrate", "--model", POCKET, *few, "--tenants", rows, "--out", shop)
     basis = shop / "basis"
-    shown(command, "tune", *short, "--data", rows / "anna.jsonl", "--basis", basis, "--out", run)
-    shown(command, "tune-many", *short, "--tenants", rows, "--basis", basis, "--out", tmp_path / "many")
-    shown(command, "merge", run, tenant, "--out", tmp_path / "mean")
-    model = shown(command, "export", basis, "--to", "basis-model", "--base", POCKET, "--out", tmp_path / "model")
-    served = shown(
-        command, "export", tenant, "--to", "tenant", "--base", tmp_path / "model", "--out", tmp_path / "served"
-    )
+    printed("tune", *short, "--data", rows / "anna.jsonl", "--basis", basis, "--out", run)
+    printed("tune-many", *short, "--tenants", rows, "--basis", basis, "--out", tmp_path / "many")
+    printed("merge", run, tenant, "--out", tmp_path / "mean")
+    model = printed("export", basis, "--to", "basis-model", "--base", POCKET, "--out", tmp_path / "model")
+    served = printed("export", tenant, "--to", "tenant", "--base", tmp_path / "model", "--out", tmp_path / "served")
     loaded = adapter_in(run)
     save_basis(adapted("random"), tmp_path / "other")
     other = adapted("random", basis=str(tmp_path / "other"))
@@ -66,8 +55,8 @@ def test_a_basis_has_one_id_in_a_run_inspect_an_error_a_tenant_a_basis_model_and
         "in a run's record": json.loads((run / "result.json").read_text())["hashes"]["basis"],
         "in a tenant's record": json.loads((tenant / "result.json").read_text())["hashes"]["basis"],
         "in a tenant's configuration": json.loads((tenant / "adapter/adapter_config.json").read_text())["basis_id"],
-        "of inspect": re.search(r"Basis: (\w+)", shown(command, "inspect", run))[1],
-        "of inspect --json": json.loads(shown(command, "inspect", basis, "--json"))["basis"],
+        "of inspect": re.search(r"Basis: (\w+)", printed("inspect", run))[1],
+        "of inspect --json": json.loads(printed("inspect", basis, "--json"))["basis"],
         "in an error": re.search(r"has a core on the basis (\w+), but the model has (\w+)\.", refused)[1],
         "on the screen of a basis model": re.search(r"basis (\w{16,})", model)[1],
         "on the screen of a tenant": re.search(r"on the basis (\w+)", served)[1],

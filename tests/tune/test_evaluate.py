@@ -23,6 +23,7 @@ from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError, TrainingError
 from frozencore.files.atomic_write import write_lines, write_text
 from frozencore.files.fingerprint import fingerprint_model
+from frozencore.progress import no_progress
 from frozencore.tune import evaluate as module
 from frozencore.tune.evaluate import (
     BaseWithAdapter,
@@ -45,7 +46,7 @@ from frozencore_lab.tasks.pocket_tasks import POCKET_TASKS
 from frozencore_lab.tasks.registry import find_task
 from frozencore_lab.tasks.task import Task
 from input_files import FEATURES, write_hub_folder
-from small_runs import RESOLVED, made_up_record, silent
+from small_runs import RESOLVED, made_up_record
 from tiny import tiny_qwen2
 
 PREFIX = "frozencore_"
@@ -190,7 +191,7 @@ def test_every_adapter_scores_as_if_it_were_loaded_alone(
     monkeypatch.setattr(module, "load_model", lambda *a, **k: loads.append(1) or load_model(*a, **k))
     order = ["cores-0", "cores-1", "lora-0", "lora-1"]
     record = evaluate_adapters(
-        evaluation(adapters=tuple(adapters[name] for name in order), with_base=True), tmp_path / "e", silent
+        evaluation(adapters=tuple(adapters[name] for name in order), with_base=True), tmp_path / "e", no_progress
     )
     assert len(loads) == 1
     assert list(dict.fromkeys(score.subject for score in record.scores)) == ["base", *order]
@@ -235,7 +236,7 @@ def test_each_failure_is_a_row_and_the_others_are_scored(tmp_path: Path) -> None
     (tmp_path / "bad.jsonl").write_text('{"prompt": "Is 1 a number?"}\n')
     data = ("task:sst2", NAMES[0], "task:sst2-text", str(tmp_path / "bad.jsonl"))
     wrong = {"failed": {"nothing": "There is no task 'nothing'."}}
-    record = evaluate_adapters(evaluation(data=data, data_root=tmp_path, **wrong), tmp_path / "e", silent)
+    record = evaluate_adapters(evaluation(data=data, data_root=tmp_path, **wrong), tmp_path / "e", no_progress)
     assert {score.task: score.failure is None for score in record.scores} == {
         "sst2": False, "pocket-entailment": True, "sst2-text": False, "bad.jsonl": False, "nothing": False,
     }  # fmt: skip
@@ -243,27 +244,27 @@ def test_each_failure_is_a_row_and_the_others_are_scored(tmp_path: Path) -> None
     assert "nyu-mll/glue" in record.failed["sst2"]
     assert EvaluationRecord.model_validate_json((tmp_path / "e" / "result.json").read_text()) == record
     with pytest.raises(DataError, match="nyu-mll/glue"):
-        evaluate_adapters(evaluation(data=data[:1], data_root=tmp_path), tmp_path / "f", silent)
+        evaluate_adapters(evaluation(data=data[:1], data_root=tmp_path), tmp_path / "f", no_progress)
     with pytest.raises(ArtifactError, match="already holds a finished run"):
-        evaluate_adapters(evaluation(data=NAMES[:1]), tmp_path / "e", silent)
+        evaluate_adapters(evaluation(data=NAMES[:1]), tmp_path / "e", no_progress)
 
 
 def test_an_evaluation_shares_its_folder_with_no_other(tmp_path: Path) -> None:
     with locked(tmp_path), pytest.raises(TrainingError, match="another process is running"):
-        evaluate_adapters(evaluation(data=NAMES[:1]), tmp_path, silent)
+        evaluate_adapters(evaluation(data=NAMES[:1]), tmp_path, no_progress)
     for subject in ("base", "other"):  # killed evaluations
         write_lines(tmp_path / subject / "pocket-entailment" / "predictions.jsonl", [{"id": "stale"}])
     with pytest.raises(ArtifactError, match="other/pocket-entailment/predictions.jsonl of another one"):
-        evaluate_adapters(evaluation(data=NAMES[:1]), tmp_path, silent)
+        evaluate_adapters(evaluation(data=NAMES[:1]), tmp_path, no_progress)
     shutil.rmtree(tmp_path / "other")
-    evaluate_adapters(evaluation(data=NAMES[:1]), tmp_path, silent)
+    evaluate_adapters(evaluation(data=NAMES[:1]), tmp_path, no_progress)
     assert "stale" not in (tmp_path / "base" / "pocket-entailment" / "predictions.jsonl").read_text()
 
 
 def test_a_text_task_has_a_loss_and_no_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = replace(TASKS[0], name="text", scoring="text")
     monkeypatch.setattr(module, "find_source", lambda _: text)
-    (score,) = evaluate_adapters(evaluation(data=("task:text",)), tmp_path / "e", silent).scores
+    (score,) = evaluate_adapters(evaluation(data=("task:text",)), tmp_path / "e", no_progress).scores
     model, tokenizer = load_model(POCKET, device="cpu")
     encoder = PromptEncoder(tokenizer)
     rows = encoder.encode(text.draw_evaluation(num_evaluation=12))
@@ -295,9 +296,9 @@ def test_prompts_are_in_the_style_of_the_adapters_run(adapters: dict[str, Path],
     (run / "result.json").write_text(json.dumps(record.content()))
     assert style_of(run / "adapter") == "plain"
     chat = evaluation(model=str(tmp_path / "model"), data=NAMES[1:], adapters=(run / "adapter",), with_base=True)
-    found = evaluate_adapters(chat, tmp_path / "e", silent)
+    found = evaluate_adapters(chat, tmp_path / "e", no_progress)
     assert found.prompt_styles == {"base": "chat", "run": "plain"}
-    plain = evaluate_adapters(replace(chat, prompt_style="plain"), tmp_path / "f", silent)
+    plain = evaluate_adapters(replace(chat, prompt_style="plain"), tmp_path / "f", no_progress)
     assert found.scores[0].held_out_loss != plain.scores[0].held_out_loss
     assert found.scores[1].held_out_loss == plain.scores[1].held_out_loss
 
@@ -326,7 +327,7 @@ def test_a_token_without_an_embedding_is_refused_before_any_score(
     monkeypatch.setattr(module, "load_model", narrower)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Is 1 a number?", "completion": " yes"}\n')
     with pytest.raises(ModelError, match="but the model has embeddings of 8 tokens only"):
-        evaluate_adapters(evaluation(data=(str(tmp_path / "rows.jsonl"),)), tmp_path / "out", silent)
+        evaluate_adapters(evaluation(data=(str(tmp_path / "rows.jsonl"),)), tmp_path / "out", no_progress)
     assert not (tmp_path / "out").exists()
 
 
@@ -338,17 +339,17 @@ def test_a_choice_without_an_embedding_is_refused_too(byte_tokenizer: Callable[.
 
 def test_prompts_beyond_the_limit_are_refused_or_counted(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"longer than the limit of 5 tokens: 12 rows or more"):
-        evaluate_adapters(evaluation(data=NAMES[:1], max_length=5), tmp_path / "e", silent)
-    record = evaluate_adapters(evaluation(data=NAMES[:1], max_length=5, too_long="cut"), tmp_path / "e", silent)
+        evaluate_adapters(evaluation(data=NAMES[:1], max_length=5), tmp_path / "e", no_progress)
+    record = evaluate_adapters(evaluation(data=NAMES[:1], max_length=5, too_long="cut"), tmp_path / "e", no_progress)
     assert record.scores[0].score.num_cut == 12
     lines = [{"prompt": "Tom has", "completion": " cats"}, {"prompt": "Tom has " * 40, "completion": " cats"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     own = evaluation(data=(str(tmp_path / "rows.jsonl"),), max_length=32, too_long="skip")
-    record = evaluate_adapters(own, tmp_path / "own", silent)
+    record = evaluate_adapters(own, tmp_path / "own", no_progress)
     assert record.reading is not None
     assert (record.scores[0].num_examples, record.reading.left_out) == (1, {"too long": 1})
     with pytest.raises(ConfigError, match="--max-length 4096 is beyond the model's context of 512"):
-        evaluate_adapters(evaluation(max_length=4096), tmp_path / "f", silent)
+        evaluate_adapters(evaluation(max_length=4096), tmp_path / "f", no_progress)
 
 
 def test_an_adapter_that_does_not_fit_is_refused_in_one_line(adapters: dict[str, Path], tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from frozencore.errors import (
 )
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.options import COMMAND_NAMES
+from frozencore.progress import no_progress
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import RunConfig, make_config, run_options
 from frozencore.tune.load import load_model
@@ -37,7 +38,7 @@ from frozencore.tune.rows.token_batches import calibration_batches
 from frozencore.tune.run import execute
 from frozencore.tune.scoring.score import score_rows
 from frozencore_lab.tasks.registry import find_task
-from small_runs import DIVERGES, inputs_of, silent
+from small_runs import DIVERGES, bytes_in, inputs_of
 
 
 def config_of(**overrides: Any) -> RunConfig:
@@ -50,7 +51,7 @@ def config_of(**overrides: Any) -> RunConfig:
 
 def test_a_run_tells_what_it_forgets_as_the_loss_on_the_plain_text_of_other_tasks(tmp_path):
     config = config_of(forgetting=("pocket-math", "pocket-comparison"), epochs=2)
-    record = execute(config, tmp_path / "run", silent)
+    record = execute(config, tmp_path / "run", no_progress)
     assert record.forgetting is not None
     assert list(record.forgetting) == ["pocket-math", "pocket-comparison"]
     model, tokenizer = load_model(str(pocket_model_path()), dtype="auto", device="cpu")
@@ -91,7 +92,7 @@ def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str
         name: run_options()[name].default for name in (COMMAND_NAMES.get(one, one) for one in METHODS[method].unread)
     }
     config = config_of(method=method, **unsaid)
-    record = execute(config, tmp_path / "run", silent)
+    record = execute(config, tmp_path / "run", no_progress)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["accuracy"] == record.accuracy
     written = ["adapter", "predictions.jsonl", "result.json", "run.yaml", "training.png"]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == written
@@ -117,7 +118,7 @@ def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TunedRecord, Path]:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    return execute(config_of(), folder, silent), folder
+    return execute(config_of(), folder, no_progress), folder
 
 
 def test_the_record_holds_what_is_needed_to_trust_it(whole: tuple[TunedRecord, Path]) -> None:
@@ -145,7 +146,7 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(
     whole: tuple[TunedRecord, Path], tmp_path: Path
 ) -> None:
     first, folder = whole
-    again, other = (execute(config_of(seed=seed), tmp_path / f"{seed}", silent) for seed in (first.seed, 2))
+    again, other = (execute(config_of(seed=seed), tmp_path / f"{seed}", no_progress) for seed in (first.seed, 2))
     assert first.training == again.training
     assert first.hashes == again.hashes
     weights = "adapter/adapter_model.safetensors"
@@ -157,14 +158,14 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(
 
 def test_a_calibration_alone_chooses_the_basis_of_the_run(whole: tuple[TunedRecord, Path], tmp_path: Path) -> None:
     """Both call one function with the same batches."""
-    execute_calibration(config_of(), tmp_path / "calibration", silent)
+    execute_calibration(config_of(), tmp_path / "calibration", no_progress)
     assert read_header(str(tmp_path / "calibration" / "basis")).id == whole[0].hashes.basis
 
 
 def test_a_finished_run_is_never_overwritten(whole: tuple[TunedRecord, Path]) -> None:
     before = bytes_in(whole[1])
     with pytest.raises(ArtifactError, match="already holds a finished run"):
-        execute(config_of(method="random"), whole[1], silent)
+        execute(config_of(method="random"), whole[1], no_progress)
     assert bytes_in(whole[1]) == before
 
 
@@ -192,15 +193,11 @@ def test_a_run_whose_record_could_not_be_written_goes_on_from_its_checkpoints(
 
     with monkeypatch.context() as patched, pytest.raises(ArtifactError, match="no space"):  # noqa: PT012
         patched.setattr("frozencore.tune.run.write_json", refuse)
-        execute(config_of(), tmp_path / "run", silent)
+        execute(config_of(), tmp_path / "run", no_progress)
     stages: set[str] = set()
     execute(config_of(), tmp_path / "run", lambda stage, *_: stages.add(stage), resume=True)
     assert "calibration" not in stages
     assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["adapter"]
-
-
-def bytes_in(folder: Path) -> dict[Path, bytes]:
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def no_work(stage: str, *_: object) -> None:
@@ -235,7 +232,7 @@ def test_a_run_is_not_resumed_by_code_that_takes_rows_in_another_order(
 ) -> None:
     monkeypatch.setattr("frozencore.tune.run.STEPS_VERSION", 0)
     with pytest.raises(TrainingError, match="the recipe changed"):
-        execute(config_of(epochs=2), interrupted, silent, resume=True)
+        execute(config_of(epochs=2), interrupted, no_progress, resume=True)
 
 
 def test_a_run_is_not_resumed_on_another_basis_at_the_same_place(tmp_path: Path) -> None:
@@ -252,7 +249,7 @@ def test_a_run_is_not_resumed_on_another_basis_at_the_same_place(tmp_path: Path)
     (tmp_path / "basis").unlink()
     (tmp_path / "basis").symlink_to("basis-2")
     with pytest.raises(TrainingError, match="but the basis changed"):
-        execute(config, tmp_path / "run", silent, resume=True)
+        execute(config, tmp_path / "run", no_progress, resume=True)
 
 
 def test_a_run_is_resumed_with_files_that_have_moved_and_not_on_another_model_or_on_other_rows(tmp_path: Path) -> None:
@@ -274,19 +271,19 @@ def test_a_run_is_resumed_with_files_that_have_moved_and_not_on_another_model_or
     before = bytes_in(tmp_path / "run")
     write(1)
     with pytest.raises(TrainingError, match="the train rows and the calibration rows and the evaluation rows changed"):
-        execute(config, tmp_path / "run", silent, resume=True)
+        execute(config, tmp_path / "run", no_progress, resume=True)
     write(0)
     other = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
         other.lm_head.weight[0] += 1
     other.save_pretrained(model)
     with pytest.raises(TrainingError, match="but the base model changed"):
-        execute(config, tmp_path / "run", silent, resume=True)
+        execute(config, tmp_path / "run", no_progress, resume=True)
     write(0)
     other.config.rms_norm_eps = 1e-2
     other.config.save_pretrained(model)
     with pytest.raises(TrainingError, match="but the base model's configuration changed"):
-        execute(config, tmp_path / "run", silent, resume=True)
+        execute(config, tmp_path / "run", no_progress, resume=True)
     assert bytes_in(tmp_path / "run") == before
 
 
@@ -305,8 +302,8 @@ def test_a_run_that_is_killed_again_and_again_never_reads_a_part_of_another(
             patched.setattr("frozencore.tune.adapt.PeftModel.save_pretrained", killed)
             error = TrainingError if damping == 10.0 else KeyboardInterrupt
             with pytest.raises(error):
-                execute(config, out, silent, resume=out.exists())
-    record = execute(config_of(core={"damping": 0.001}), out, silent, resume=True)
+                execute(config, out, no_progress, resume=out.exists())
+    record = execute(config_of(core={"damping": 0.001}), out, no_progress, resume=True)
     assert record.alignment == whole[0].alignment
     assert record.hashes == whole[0].hashes
     assert record.training == whole[0].training
@@ -329,7 +326,7 @@ def test_a_run_that_ends_while_another_waits_for_its_folder_is_not_overwritten(
 
 def test_a_run_that_diverges_leaves_no_record(tmp_path: Path) -> None:
     with pytest.raises(DivergenceError, match=r"diverged at step \d+ of \d+: ") as caught:
-        execute(config_of(learning_rate=DIVERGES), tmp_path / "run", silent)
+        execute(config_of(learning_rate=DIVERGES), tmp_path / "run", no_progress)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run" / "result.json").exists()
     assert not (tmp_path / "run" / "adapter").exists()
@@ -342,7 +339,7 @@ def test_a_nan_in_the_model_stops_the_run_before_anything_is_written(tmp_path: P
     model.save_pretrained(tmp_path / "broken")
     tokenizer.save_pretrained(tmp_path / "broken")
     with pytest.raises(FrozenCoreError, match=r"[Nn]a[Nn]|not finite"):
-        execute(config_of(model=str(tmp_path / "broken")), tmp_path / "run", silent)
+        execute(config_of(model=str(tmp_path / "broken")), tmp_path / "run", no_progress)
     assert not (tmp_path / "run").exists()
 
 

@@ -10,6 +10,7 @@ import pytest
 from peft import PeftModel
 
 from fixtures import LAB
+from frozencore.progress import no_progress
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import SelectedCheckpoint, TunedRecord
@@ -21,7 +22,7 @@ from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import read_campaign
 from input_files import write_task
-from small_runs import inputs_of, silent
+from small_runs import inputs_of
 
 
 def config_of(**overrides: Any) -> RunConfig:
@@ -43,7 +44,7 @@ def chosen(record: TunedRecord) -> SelectedCheckpoint:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TunedRecord, Path]:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    return execute(config_of(), folder, silent), folder
+    return execute(config_of(), folder, no_progress), folder
 
 
 def test_the_adapter_is_of_the_step_that_scored_best_and_the_record_says_so(whole: tuple[TunedRecord, Path]) -> None:
@@ -66,7 +67,7 @@ def test_the_adapter_is_of_the_step_that_scored_best_and_the_record_says_so(whol
 def test_without_the_option_the_last_step_is_kept_and_nothing_is_said(
     whole: tuple[TunedRecord, Path], tmp_path: Path
 ) -> None:
-    record = execute(config_of(select_checkpoint="none"), tmp_path / "run", silent)
+    record = execute(config_of(select_checkpoint="none"), tmp_path / "run", no_progress)
     assert not record.has("selection")
     assert record.hashes.validation is None
     assert whole[0].hashes.validation is not None
@@ -80,7 +81,7 @@ def test_the_loss_alone_chooses_where_it_is_asked_or_there_is_no_accuracy(tmp_pa
     few = {"epochs": 1, "learning_rate": "auto", "select_checkpoint": 2, "num_evaluation": 8}
     configs = (config_of(**few, select_by="held_out_loss"), config_of(**few, task=None, data=rows))
     for i, config in enumerate(configs):
-        record = execute(config, tmp_path / f"{i}", silent)
+        record = execute(config, tmp_path / f"{i}", no_progress)
         assert record.has("accuracy") == (tmp_path / f"{i}" / "predictions.jsonl").exists() == (i == 0)
         found = chosen(record)
         assert found.by == "held_out_loss"
@@ -91,7 +92,7 @@ def test_the_loss_alone_chooses_where_it_is_asked_or_there_is_no_accuracy(tmp_pa
 def test_final_runs_that_train_on_all_rows_keep_their_last_step_and_say_why(tmp_path: Path) -> None:
     """SVAMP's, under the paper's campaigns."""
     options = {"task": write_task(tmp_path, num_train=20), "paper_steps": True, "epochs": 1, "num_train": None}
-    final = execute(config_of(**options, learning_rate="auto"), tmp_path / "final", silent)
+    final = execute(config_of(**options, learning_rate="auto"), tmp_path / "final", no_progress)
     found = chosen(final)
     assert (found.rows, found.by, found.scores, found.kept_step) == (0, None, (), final.training.num_steps)
     assert (final.rows.trained, final.rows.validation_from) == (20, "none")

@@ -7,9 +7,8 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -30,22 +29,6 @@ from small_runs import record_content
 Command = Callable[..., tuple[int, str, str]]
 Mount = Callable[[str], Path]
 ONE_METHOD = TWO_METHODS.replace("[fcca, lora_xs]", "[lora_xs]").replace("epochs: 2", "epochs: 1")
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
-    """Mounts a small file system in memory, with those options."""
-    folder = tmp_path / "mounted"
-    folder.mkdir()
-
-    def make(options: str) -> Path:
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], capture_output=True, check=False)
-        if done.returncode:
-            pytest.skip("this process may not mount a file system")
-        return folder
-
-    yield make
-    subprocess.run(["umount", "--lazy", folder], capture_output=True, check=False)
 
 
 def one_line(errors: str) -> str:

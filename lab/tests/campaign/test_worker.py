@@ -15,6 +15,7 @@ from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ArtifactError
 from frozencore.maths.whitening import damped
+from frozencore.progress import no_progress
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, RunRecord
 from frozencore.tune.rows.token_batches import calibration_batches
@@ -35,10 +36,6 @@ OPTIONS: dict[str, Any] = {
 
 def job_of(method: str, **options: object) -> Job:
     return make_job("tune", {**OPTIONS, "method": method, **options})
-
-
-def silent(*_: object) -> None:
-    """Nobody listens."""
 
 
 @pytest.fixture
@@ -90,7 +87,7 @@ def test_a_failure_is_recorded_before_another_process_may_make_the_run(
         fail(self, *of)
 
     monkeypatch.setattr(Store, "fail", watched)
-    assert not Worker(store, Place(models={"pocket": str(store.folder / "nowhere")})).run(job, {}, silent)
+    assert not Worker(store, Place(models={"pocket": str(store.folder / "nowhere")})).run(job, {}, no_progress)
     assert made_now == [job.id]
     assert isinstance(store.outcome(job.id), Failure)
     assert not list(store.runs.glob(".*.partial"))
@@ -99,9 +96,9 @@ def test_a_failure_is_recorded_before_another_process_may_make_the_run(
 def test_after_pissa_which_changes_the_base_model_the_next_run_is_as_if_alone(store: Store, tmp_path: Path) -> None:
     first, second = job_of("pissa"), job_of("lora_xs")
     worker = Worker(store, Place(), keep_adapters=True)
-    assert worker.run(first, {}, silent)
-    assert worker.run(second, {}, silent)
-    alone = execute(second.config, tmp_path / "alone", silent)
+    assert worker.run(first, {}, no_progress)
+    assert worker.run(second, {}, no_progress)
+    alone = execute(second.config, tmp_path / "alone", no_progress)
     for key in ("hashes", "held_out_loss_before", "held_out_loss", "accuracy"):
         assert getattr(record_of(store, second), key) == getattr(alone, key), key
 
@@ -111,7 +108,7 @@ def test_moments_that_lack_what_a_later_method_wants_are_collected_again_for_bot
     worker = Worker(store, Place())
     names = []
     for method in ("signgrad", "eva", "signgrad"):
-        assert worker.run(job_of(method, rank=4 + len(names)), {}, silent)
+        assert worker.run(job_of(method, rank=4 + len(names)), {}, no_progress)
         (file,) = (store.shared / "moments").glob("*.safetensors")
         names.append(set(next(iter(load_moments(file).values())).names()))
     own, both, unchanged = names
@@ -122,8 +119,8 @@ def test_moments_that_lack_what_a_later_method_wants_are_collected_again_for_bot
 def test_a_run_that_reads_no_data_is_measured_on_the_moments_that_others_share(store: Store) -> None:
     free, reader = job_of("lora_xs", rank=4), job_of("rawgrad", rank=4)
     worker = Worker(store, Place())
-    assert worker.run(free, needs_of([free, reader]), silent)
-    assert worker.run(reader, needs_of([free, reader]), silent)
+    assert worker.run(free, needs_of([free, reader]), no_progress)
+    assert worker.run(reader, needs_of([free, reader]), no_progress)
     assert len(list((store.shared / "moments").glob("*.safetensors"))) == 1
 
     prepared = inputs_of(free.config)
@@ -144,7 +141,7 @@ def test_a_run_that_reads_no_data_is_measured_on_the_moments_that_others_share(s
 
 def test_a_run_that_nobody_shares_moments_with_collects_none_for_a_remark(store: Store) -> None:
     job = job_of("lora_xs")
-    assert Worker(store, Place()).run(job, needs_of([job]), silent)
+    assert Worker(store, Place()).run(job, needs_of([job]), no_progress)
     assert record_of(store, job).alignment is None
     assert not (store.shared / "moments").exists()
 
@@ -155,7 +152,7 @@ def test_a_first_run_collects_for_all_also_where_the_model_lies_elsewhere(store:
     worker, shared = Worker(store, place), needs_of(jobs)
     files = []
     for job in jobs:
-        assert worker.run(job, shared, silent)
+        assert worker.run(job, shared, no_progress)
         (file,) = (store.shared / "moments").glob("*.safetensors")
         files.append((file.stat().st_ino, file.stat().st_mtime_ns))
     assert files[0] == files[1]

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from frozencore.progress import no_progress
 from frozencore.tune.many.run import TenantOutcome, execute_many
 from input_files import write_rows
-from small_runs import SIZES, config_of, silent
+from small_runs import SIZES, config_of
 
 
 @pytest.fixture(scope="session")
@@ -30,4 +31,4 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def together(tenants: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, TenantOutcome]]:
     out = tmp_path_factory.mktemp("together") / "out"
-    return out, execute_many(config_of(tenants, select_checkpoint="epoch"), out, silent, num_slots=2)
+    return out, execute_many(config_of(tenants, select_checkpoint="epoch"), out, no_progress, num_slots=2)

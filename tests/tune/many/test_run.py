@@ -23,7 +23,7 @@ from forked import start
 from frozencore import FrozenCoreConfig, basis_id, calibrate, load_basis
 from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.errors import ArtifactError, ConfigError, DataError, TrainingError
-from frozencore.progress import Progress
+from frozencore.progress import Progress, no_progress
 from frozencore.tune.adapt import Precomputed
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import make_config
@@ -40,11 +40,11 @@ from small_runs import (
     DIVERGES,
     SIZES,
     adapter_in,
+    bytes_in,
     config_of,
     cores_in,
     difference,
     inputs_of,
-    silent,
     stability_content,
 )
 
@@ -72,10 +72,6 @@ def require_equal_cores(folder: Path, expected: Path) -> None:
     assert difference(found, wanted) < 1e-5
 
 
-def content_of(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.fixture
 def finished(together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path) -> Path:
     """A copy of the folder of a finished run."""
@@ -88,7 +84,7 @@ def test_the_basis_is_a_plain_calibration_on_the_rows_that_a_run_of_each_tenant_
 ) -> None:
     size = 29  # in all, of three tenants; anna has fewer rows to train on than a third
     config = config_of(tenants, calibration_size=size)
-    execute_calibration(config, tmp_path / "out", silent, of_tenants=True)
+    execute_calibration(config, tmp_path / "out", no_progress, of_tenants=True)
     alone = [inputs_of(config_of(tenants / f"{name}.jsonl", calibration_size=size)) for name in SIZES]
     few = len(alone[0].rows.calibration)
     sizes = [few, (size - few + 1) // 2, (size - few) // 2]
@@ -104,14 +100,14 @@ def test_the_basis_is_a_plain_calibration_on_the_rows_that_a_run_of_each_tenant_
         assert torch.equal(saved.layers[name].Q, Q)
     assert str(saved.calibrated_on).startswith(f"{sum(sizes)} rows of tenants, ")
     with pytest.raises(ArtifactError, match="already holds"):
-        execute_calibration(config, tmp_path / "out", silent, of_tenants=True)
+        execute_calibration(config, tmp_path / "out", no_progress, of_tenants=True)
 
 
 def test_training_tenants_calibrates_on_the_same_rows(
     tenants: Path, together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path
 ) -> None:
     out, records = together
-    execute_calibration(config_of(tenants, select_checkpoint="epoch"), tmp_path / "out", silent, of_tenants=True)
+    execute_calibration(config_of(tenants, select_checkpoint="epoch"), tmp_path / "out", no_progress, of_tenants=True)
     for file in ("basis.safetensors", "basis.json"):
         assert (tmp_path / "out" / "basis" / file).read_bytes() == (out / "basis" / file).read_bytes()
     assert len({record.hashes.calibration for record in records.values()}) == 1
@@ -122,7 +118,7 @@ def test_a_tenant_of_tune_many_is_that_of_tune_on_the_same_basis(
 ) -> None:
     (out, records), name = together, "ben"
     config = config_of(tenants / f"{name}.jsonl", select_checkpoint="epoch")
-    alone = execute(config, tmp_path / "alone", silent, precomputed=Precomputed(bases=load_basis(out / "basis")))
+    alone = execute(config, tmp_path / "alone", no_progress, precomputed=Precomputed(bases=load_basis(out / "basis")))
     record = records[name]
     assert record.training.losses == pytest.approx(alone.training.losses, rel=1e-5)
     assert record.held_out_loss_before == pytest.approx(alone.held_out_loss_before, rel=1e-5)
@@ -166,11 +162,11 @@ def test_a_killed_run_keeps_its_results_and_trains_the_others_from_their_start(
     assert process.exitcode == -signal.SIGKILL
     config = config_of(tenants, select_checkpoint="epoch")
     with pytest.raises(ArtifactError, match="already holds a finished run of .*--resume"):
-        execute_many(config, tmp_path / "cut", silent, num_slots=2)
+        execute_many(config, tmp_path / "cut", no_progress, num_slots=2)
     done = {file.parent.name: file.stat().st_mtime_ns for file in (tmp_path / "cut").glob("*/result.json")}
     (tmp_path / "cut" / f".{next(iter(done))}.0123abcd.old").mkdir()  # as if it was killed a moment later,
     (tmp_path / "cut" / ".tenants.json.0123abcd.tmp").touch()  # or earlier
-    resumed = execute_many(config, tmp_path / "cut", silent, num_slots=2, resume=True)
+    resumed = execute_many(config, tmp_path / "cut", no_progress, num_slots=2, resume=True)
     assert list(resumed) == list(SIZES)
     files = ["basis", "run.yaml", "tenants.json"]
     assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == sorted([*files, *SIZES])
@@ -221,16 +217,16 @@ def test_a_newcomer_to_a_basis_of_other_tenants_rows_is_trained_without_them(
     more = shutil.copytree(tenants, tmp_path / "more")
     shutil.copy(more / "anna.jsonl", more / "dora.jsonl")
     with pytest.raises(ArtifactError, match="calibration rows .*without the others: --basis .*/basis"):
-        execute_many(config_of(more, select_checkpoint="epoch"), finished, silent, resume=True)
-    before = content_of(finished / "anna")
+        execute_many(config_of(more, select_checkpoint="epoch"), finished, no_progress, resume=True)
+    before = bytes_in(finished / "anna")
     for name in SIZES:
         (more / f"{name}.jsonl").unlink()
     alone = make_config(
         model=str(pocket_model_path()), data=more, basis=str(finished / "basis"), epochs=1, device="cpu"
     )
-    outcomes = execute_many(alone, finished, silent)
+    outcomes = execute_many(alone, finished, no_progress)
     assert outcomes["dora"].hashes.basis == read_record((finished / "anna/result.json").read_text()).hashes.basis
-    assert content_of(finished / "anna") == before
+    assert bytes_in(finished / "anna") == before
 
 
 @pytest.mark.parametrize(
@@ -246,10 +242,12 @@ def test_a_newcomer_to_a_basis_of_other_tenants_rows_is_trained_without_them(
 def test_a_resumed_run_with_other_options_is_refused_and_changes_no_file(
     tenants: Path, finished: Path, options: dict[str, Any], named: str
 ) -> None:
-    before = content_of(finished)
+    before = bytes_in(finished)
     with pytest.raises(ArtifactError, match=named):
-        execute_many(config_of(tenants, **{"select_checkpoint": "epoch", **options}), finished, silent, resume=True)
-    assert content_of(finished) == before
+        execute_many(
+            config_of(tenants, **{"select_checkpoint": "epoch", **options}), finished, no_progress, resume=True
+        )
+    assert bytes_in(finished) == before
 
 
 def test_a_run_that_was_killed_before_its_first_record_goes_on_on_its_own_basis_only(
@@ -260,15 +258,15 @@ def test_a_run_that_was_killed_before_its_first_record_goes_on_on_its_own_basis_
     for options, named in (({"method": "filora"}, "method fcca"), ({"calibration_size": 8}, "calibration r")):
         with pytest.raises(ArtifactError, match=named):
             execute_many(
-                config_of(tenants, select_checkpoint="epoch", **options), tmp_path / "cut", silent, resume=True
+                config_of(tenants, select_checkpoint="epoch", **options), tmp_path / "cut", no_progress, resume=True
             )
     for damaged in (b"{}", b"{", b"\xff"):
         (tmp_path / "cut" / "tenants.json").write_bytes(damaged)
         with pytest.raises(ArtifactError, match=r"tenants.json is damaged .* Choose another --out"):
-            execute_many(config, tmp_path / "cut", silent, resume=True)
+            execute_many(config, tmp_path / "cut", no_progress, resume=True)
     (tmp_path / "cut" / "tenants.json").unlink()
     with pytest.raises(ArtifactError, match="name that basis with --basis"):
-        execute_many(config, tmp_path / "cut", silent, resume=True)
+        execute_many(config, tmp_path / "cut", no_progress, resume=True)
 
 
 def test_a_run_that_was_killed_while_it_saved_its_basis_is_resumed(
@@ -278,9 +276,9 @@ def test_a_run_that_was_killed_while_it_saved_its_basis_is_resumed(
     with monkeypatch.context() as patched:
         patched.setattr(run_module, "save_basis", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            execute_many(config, out, silent)
+            execute_many(config, out, no_progress)
     assert (out / "run.yaml").read_bytes() == (finished / "run.yaml").read_bytes()
-    execute_many(config, out, silent, resume=True)
+    execute_many(config, out, no_progress, resume=True)
     for name in SIZES:
         require_equal_cores(out / name, finished / name)
 
@@ -301,7 +299,10 @@ def test_what_somebody_else_put_into_a_tenants_folder_is_refused_by_name_and_sta
 
     of_bases = json.dumps(stability_content({"task": None}, 1.0))
     cases: list[tuple[Callable[[], object], str]] = [
-        (lambda: execute(config_of(tenants / "anna.jsonl", method="lora"), emptied(), silent), "method lora .now fcca"),
+        (
+            lambda: execute(config_of(tenants / "anna.jsonl", method="lora"), emptied(), no_progress),
+            "method lora .now fcca",
+        ),
         (lambda: shutil.copytree(out / "anna", emptied()), "hash of train"),
         (notes, r"holds 'notes\.txt'"),
         (lambda: (ben / "result.json").write_text("{"), "is damaged"),
@@ -311,11 +312,11 @@ def test_what_somebody_else_put_into_a_tenants_folder_is_refused_by_name_and_sta
     for put, named in cases:
         shutil.copytree(finished, out)
         put()
-        before = content_of(out)
+        before = bytes_in(out)
         for resume, message in ((True, f"ben.*({named})"), (False, "ben|anna")):
             with pytest.raises(ArtifactError, match=message):
-                execute_many(config, out, silent, resume=resume)
-        assert content_of(out) == before
+                execute_many(config, out, no_progress, resume=resume)
+        assert bytes_in(out) == before
         shutil.rmtree(out)
 
 
@@ -327,7 +328,7 @@ def test_a_users_own_files_beside_a_result_and_beside_the_tenants_stay(
     (tmp_path / "out" / "ben" / "notes.txt").write_text("mine")
     shutil.rmtree(tmp_path / "out" / "anna")
     (tmp_path / "out" / "anna").mkdir()
-    execute_many(config_of(tenants, select_checkpoint="epoch"), tmp_path / "out", silent, num_slots=2, resume=True)
+    execute_many(config_of(tenants, select_checkpoint="epoch"), tmp_path / "out", no_progress, num_slots=2, resume=True)
     assert {"result.json", "notes.txt"} <= {path.name for path in (tmp_path / "out" / "ben").iterdir()}
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
     require_equal_cores(tmp_path / "out" / "anna", finished / "anna")
@@ -344,7 +345,7 @@ def test_a_run_of_the_other_command_in_a_tenants_folder_is_not_touched(
     other = os.open(out / "ben", os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
     with pytest.raises(TrainingError, match=r"another process is running in .*ben"):
-        execute_many(config, out, silent, resume=True)
+        execute_many(config, out, no_progress, resume=True)
     os.close(other)
     shutil.rmtree(out / "ben")
 
@@ -366,7 +367,7 @@ def test_the_folder_of_another_run_is_not_taken_for_tenants(tenants: Path, tmp_p
     file.parent.mkdir(parents=True)
     file.write_text("{}")
     with pytest.raises(ArtifactError, match="holds a run of its own"):
-        execute_many(config_of(tenants), tmp_path / "out", silent)
+        execute_many(config_of(tenants), tmp_path / "out", no_progress)
     assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == [file]
 
 
@@ -416,10 +417,10 @@ def test_what_a_tenant_is_called_and_where_its_rows_are_is_checked(tenants: Path
 
 def test_options_that_make_no_sense_for_tenants_are_refused(tenants: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'lora' trains others"):
-        execute_many(config_of(tenants, method="lora"), tmp_path, silent)
+        execute_many(config_of(tenants, method="lora"), tmp_path, no_progress)
     for option, given in (("report_to", ("tensorboard",)), ("save_steps", 3)):
         with pytest.raises(ConfigError, match=f"^--{option.replace('_', '-')} is for a run that trains alone"):
-            execute_many(config_of(tenants, **{option: given}), tmp_path, silent)
+            execute_many(config_of(tenants, **{option: given}), tmp_path, no_progress)
 
 
 def test_one_that_diverges_is_said_to_and_the_others_end(command, tenants: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -492,9 +493,11 @@ def test_a_run_that_is_told_to_stop_keeps_the_steps_of_its_tenants_and_goes_on_b
     assert kept
     assert not any((out / name / "result.json").exists() for name in kept)
     with pytest.raises(TrainingError, match=rf"kept the steps of {len(kept)} tenants?\. Go on .*tune-many --resume"):
-        execute_many(config, out, silent, num_slots=2)
+        execute_many(config, out, no_progress, num_slots=2)
     with pytest.raises(ArtifactError, match=r"unfinished.*safetensors differs: .*epochs"):
-        execute_many(config_of(tenants, select_checkpoint="epoch", epochs=3), out, silent, num_slots=2, resume=True)
+        execute_many(
+            config_of(tenants, select_checkpoint="epoch", epochs=3), out, no_progress, num_slots=2, resume=True
+        )
     steps: list[int] = []
     execute_many(
         config, out, lambda stage, done, *_: steps.append(done) if stage == "train" else None, num_slots=2, resume=True
@@ -537,14 +540,14 @@ def test_a_damaged_file_of_an_unfinished_tenant_is_one_line(tenants: Path, tmp_p
     (out / "unfinished").mkdir(parents=True)
     (out / "unfinished/anna.safetensors").write_bytes(b"half")
     with pytest.raises(ArtifactError, match=r"anna.safetensors is damaged .*Remove it to train this tenant anew"):
-        execute_many(config_of(tenants), out, silent, num_slots=2, resume=True)
+        execute_many(config_of(tenants), out, no_progress, num_slots=2, resume=True)
 
 
 def test_rows_that_any_tenant_is_scored_on_are_not_calibrated_on(tenants: Path, tmp_path: Path) -> None:
     every = tmp_path / "every.jsonl"
     every.write_text("".join((tenants / f"{name}.jsonl").read_text() for name in SIZES))
     config = config_of(tenants, calibration_data=str(every), calibration_size=1000, select_checkpoint="epoch")
-    inputs, rows = read_tenants(*tenants_of(config), silent)
+    inputs, rows = read_tenants(*tenants_of(config), no_progress)
     unseen = {tuple(row.input_ids) for one in rows.values() for row in one.rows.scored_or_choosing}
     assert inputs.rows.calibration
     assert {tuple(row.input_ids) for row in inputs.rows.calibration}.isdisjoint(unseen)
@@ -568,9 +571,9 @@ def test_a_tenant_that_could_not_be_written_keeps_the_steps_that_it_had(
 
     with monkeypatch.context() as full_disk:
         full_disk.setattr("frozencore.adapter.folders.save_file", fail)
-        outcomes = execute_many(config, out, silent, num_slots=2, resume=True)
+        outcomes = execute_many(config, out, no_progress, num_slots=2, resume=True)
     assert {one.reason for one in outcomes.values() if isinstance(one, Failure)} == {"not written"}
     assert all("No space left" in one.message for one in outcomes.values() if isinstance(one, Failure))
     assert {file.name: file.read_bytes() for file in (out / "unfinished").iterdir()} == kept
-    outcomes = execute_many(config, out, silent, num_slots=2, resume=True)
+    outcomes = execute_many(config, out, no_progress, num_slots=2, resume=True)
     assert not any(isinstance(one, Failure) for one in outcomes.values())

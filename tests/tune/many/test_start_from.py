@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from frozencore.cli.run_screen import of_start
 from frozencore.errors import ArtifactError, ConfigError
+from frozencore.progress import no_progress
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.many.run import TenantOutcome, execute_many
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run import execute, recipe_of
 from frozencore.tune.training.train import train
-from small_runs import adapter_in, config_of, cores_in, difference, inputs_of, silent
+from small_runs import adapter_in, config_of, cores_in, difference, inputs_of
 
 Together = tuple[Path, dict[str, TenantOutcome]]
 
@@ -35,20 +36,20 @@ def test_a_run_starts_from_the_core_and_a_tenant_of_many_as_a_run_alone(
     """Against the training of the loaded adapter, whose first steps have its loss."""
     start = str(together[0] / "ben")
     config = on_basis(tenants / "cleo.jsonl", together, start_from=start)
-    record = execute(config, tmp_path / "run", silent)
+    record = execute(config, tmp_path / "run", no_progress)
     inputs = inputs_of(config)
     recipe = recipe_of(config.training, config.method.entry, inputs.rows, inputs.model)
     recipe = replace(recipe, learning_rate=record.resolved.recipe["learning_rate"])  # measured on the rows
     model = adapter_in(together[0] / "ben", is_trainable=True)
     report = train(model, inputs.rows.train, recipe, pad_id=inputs.encoder.pad_id)
     assert record.training.losses == pytest.approx(report.training.losses, rel=1e-5)
-    zero = execute(on_basis(tenants / "cleo.jsonl", together), tmp_path / "zero", silent)
+    zero = execute(on_basis(tenants / "cleo.jsonl", together), tmp_path / "zero", no_progress)
     assert record.training.losses[0] != pytest.approx(zero.training.losses[0], rel=1e-2)
     assert record.held_out_loss_before == zero.held_out_loss_before  # of the base model
     assert record.config.content()["start_from"] == start
     assert record.resolved.started_from == start
     assert list(of_start(record)) == [f"The start: {start}."]
-    many = execute_many(on_basis(tenants, together, start_from=start), tmp_path / "many", silent)["cleo"]
+    many = execute_many(on_basis(tenants, together, start_from=start), tmp_path / "many", no_progress)["cleo"]
     assert many.training.losses == pytest.approx(record.training.losses, rel=1e-5)
     assert (many.hashes.start, many.resolved) == (record.hashes.start, record.resolved)
     assert zero.hashes.start is None
@@ -61,7 +62,7 @@ def test_tenants_that_started_elsewhere_are_not_kept(tenants: Path, together: To
 
     def train_from(start: str | None) -> None:
         execute_many(
-            on_basis(tmp_path / "tenants.yaml", together, start_from=start), tmp_path / "out", silent, resume=True
+            on_basis(tmp_path / "tenants.yaml", together, start_from=start), tmp_path / "out", no_progress, resume=True
         )
 
     train_from(starts[0])
@@ -102,15 +103,15 @@ def test_what_is_no_core_on_the_basis_is_refused_in_a_line_before_anything_is_wr
     shutil.copytree(together[0], tmp_path / "shop")
     config = on_basis(tenants / "anna.jsonl", together, start_from=str(put(tmp_path / "shop")))
     with pytest.raises(ArtifactError, match=rule):
-        execute(config, tmp_path / "out", silent)
+        execute(config, tmp_path / "out", no_progress)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_on_another_basis_is_no_start(tenants: Path, together: Together, tmp_path: Path) -> None:
     for method, rule in (("lora", "has no frozen core"), ("random", "has a core on the basis")):
-        execute(config_of(tenants / "anna.jsonl", method=method), tmp_path / method, silent)
+        execute(config_of(tenants / "anna.jsonl", method=method), tmp_path / method, no_progress)
         config = on_basis(tenants / "anna.jsonl", together, start_from=str(tmp_path / method))
         with pytest.raises(ArtifactError, match=rule):
-            execute(config, tmp_path / "out", silent)
+            execute(config, tmp_path / "out", no_progress)
     with pytest.raises(ConfigError, match="name that basis with --basis"):
         config_of(tenants, start_from=str(together[0]))

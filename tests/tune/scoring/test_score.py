@@ -14,6 +14,7 @@ from torch import nn
 
 from fixtures import few
 from frozencore.errors import DataError, ModelError
+from frozencore.progress import no_progress
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
@@ -26,7 +27,7 @@ from frozencore.tune.run import execute
 from frozencore.tune.run_rows import USER_ROWS
 from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
 from frozencore.tune.scoring.score import ScoredRows, held_out_loss, losses_of_rows, score_rows
-from small_runs import inputs_of, silent
+from small_runs import inputs_of
 from tiny import draw_rows, tiny_all_logits, tiny_gpt2, tiny_qwen2
 
 ROWS = draw_rows(9, seed=5)
@@ -234,7 +235,7 @@ def test_exact_match_is_for_short_completions_unless_it_is_asked_for(
 def test_a_run_that_learned_a_sentence_says_it_and_keeps_what_it_said(tmp_path: Path) -> None:
     asked = {"epochs": 10, "learning_rate": 1e-2, "batch_size": 8, "accumulation": 1, "method": "lora"}
     record = execute(
-        config_of(tmp_path, " Jack had 10 toys.", exact_match="auto", samples=2, **asked), tmp_path / "run", silent
+        config_of(tmp_path, " Jack had 10 toys.", exact_match="auto", samples=2, **asked), tmp_path / "run", no_progress
     )
     predictions = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
     right = [p["text"].strip() == p["gold"] == "Jack had 10 toys." for p in predictions]

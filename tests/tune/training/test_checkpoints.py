@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -181,14 +180,8 @@ def test_a_kill_at_every_stage_of_a_save_leaves_a_whole_checkpoint_or_none_and_r
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", folder], capture_output=True, check=False)
-    if done.returncode:
-        pytest.skip("this process may not mount a file system")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], capture_output=True, check=False)
+def small_disk(mount: Callable[[str], Path]) -> Path:
+    return mount("size=300k")
 
 
 def test_a_full_disk_stops_the_training_and_what_was_whole_stays_usable(small_disk: Path) -> None:
