@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-_imported_at = time.perf_counter()  # the command counts its time from here, before anything slow is imported
+IMPORTED_AT = time.perf_counter()  # the command counts its time from here, before anything slow is imported
 __version__ = "0.1.0"
 
 if TYPE_CHECKING or "frozencore_command" not in sys.modules:

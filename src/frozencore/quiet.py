@@ -1,4 +1,4 @@
-"""Change other libraries for a while: hide or collect their warnings, set attributes."""
+"""Hide or collect the warnings of other libraries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 # The beginning of a warning by the logger that says it. PEFT and transformers import torchao and bitsandbytes wherever
 # they are installed; the warnings are about binaries for other machines, about enums, and about a kernel for 4-bit
@@ -60,20 +59,3 @@ def collect_warnings() -> Iterator[list[str]]:
         warnings.simplefilter("always", append=True)  # after what is hidden, so that this stays so
         yield messages
     messages += sorted({str(one.message) for one in caught if one.category is UserWarning})
-
-
-@contextmanager
-def with_attributes(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes inside, and restore them afterwards, also after an error; attributes that are new are removed."""
-    absent = object()
-    before = {name: getattr(owner, name, absent) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            if value is absent:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)

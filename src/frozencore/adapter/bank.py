@@ -20,10 +20,10 @@ from frozencore.adapter.core import Core, by_layer
 from frozencore.adapter.loaded_adapter import LoadedAdapter
 from frozencore.adapter.per_row import cores_of_rows, lock_of, other_modules, repetitions
 from frozencore.adapter.swap import CoreSource, read_core, require_unmerged
+from frozencore.attributes import with_attributes
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.maths.linalg import all_finite
 from frozencore.maths.quantise import BITS, levels, pack, unpack
-from frozencore.quiet import with_attributes
 
 
 class CoreStack:

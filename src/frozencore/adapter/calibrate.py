@@ -20,6 +20,7 @@ from frozencore.adapter.learning_rate import proposed_learning_rate
 from frozencore.adapter.loaded_adapter import only_adapter
 from frozencore.adapter.loaded_basis import adapter_for_new_bases, put_layers
 from frozencore.adapter.state_dict import HEADS
+from frozencore.attributes import with_attributes
 from frozencore.calibration.batches import Batch, Collator, batches_from, require_examples_apart, stated_ids
 from frozencore.calibration.calibrate import Calibration, Target, calibrate_layers
 from frozencore.calibration.calibration_options import BATCH_SIZE, CalibrationOptions
@@ -31,7 +32,6 @@ from frozencore.errors import CalibrationError, ModelError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import LayerMoments
 from frozencore.progress import Progress, no_progress
-from frozencore.quiet import with_attributes
 
 
 @torch.inference_mode(False)  # P and Q are kept, and a backward pass reads them

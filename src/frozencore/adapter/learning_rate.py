@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from frozencore.adapter.layer import BasisState, FrozenCoreLinear
 from frozencore.adapter.loaded_adapter import only_adapter
 from frozencore.adapter.shared_factors import SharedFactors
+from frozencore.attributes import with_attributes
 from frozencore.calibration.batches import Batch, can_split, example_at, num_examples_of
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import examples_with_loss, loss_of, on_device
@@ -29,7 +30,6 @@ from frozencore.device import execution_device
 from frozencore.distributed import raise_on_any_rank, sum_over_ranks
 from frozencore.maths.basis import LayerBasis
 from frozencore.progress import Progress, no_progress
-from frozencore.quiet import with_attributes
 
 FISHER_STEP = 0.8
 """c: the longest step in the Fisher metric, chosen on the models and data sets of docs/learning-rate.md."""

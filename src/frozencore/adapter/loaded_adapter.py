@@ -16,9 +16,9 @@ from frozencore.adapter.basis import Basis, require_same_id
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.core import Core
 from frozencore.adapter.layer import FrozenCoreLinear
+from frozencore.attributes import with_attributes
 from frozencore.errors import ConfigError
 from frozencore.maths.basis import LayerBasis
-from frozencore.quiet import with_attributes
 
 
 @dataclass(frozen=True)

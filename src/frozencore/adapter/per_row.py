@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.core_product import CorePart, PerRowCores, require_batch_axis
 from frozencore.adapter.layer import FrozenCoreLinear
+from frozencore.attributes import with_attributes
 from frozencore.calibration.axes import (
     NUM_ROWS,
     copies_of_first_row,
@@ -35,7 +36,6 @@ from frozencore.calibration.axes import (
     small_tokens,
 )
 from frozencore.errors import ConfigError
-from frozencore.quiet import with_attributes
 from frozencore.unwrapped_model import base_of
 
 BASE_ROW = "__base__"  # PEFT's name for "no adapter"

@@ -11,9 +11,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
 from frozencore.adapter.layer import FrozenCoreLinear, have_same_bits
+from frozencore.attributes import with_attributes
 from frozencore.calibration.preserve import refuse_rewritten
 from frozencore.errors import ModelError
-from frozencore.quiet import with_attributes
 
 
 class FrozenCoreQuantisedLinear(FrozenCoreLinear):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frozencore.quiet import with_attributes
+from frozencore.attributes import with_attributes
 
 
 class SharedFactors(nn.Module):

@@ -23,6 +23,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from frozencore.attributes import with_attributes
 from frozencore.calibration.axes import find_seq_first_layers
 from frozencore.calibration.batches import CountedTokens
 from frozencore.calibration.calibration_options import CalibrationOptions
@@ -37,7 +38,6 @@ from frozencore.maths.moments import (
     outer,
     square_sum,
 )
-from frozencore.quiet import with_attributes
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, batch)``: one number with a gradient, the mean over the batch's examples."""

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from frozencore.attributes import with_attributes
 from frozencore.errors import ModelError
-from frozencore.quiet import with_attributes
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from rich.markup import escape
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
-from frozencore import __version__, _imported_at
+from frozencore import IMPORTED_AT, __version__
 from frozencore.cli.display import console
 from frozencore.cli.foreign_flags import counterpart
 from frozencore.cli.verbs import (
@@ -214,7 +214,7 @@ def _print_warning(message: object, *_: object, **__: object) -> None:
 
 def main() -> None:
     """Run as a program: a frozencore error is one line on stderr and exit status 2; a signal gives 128 + its number."""
-    console.began = _imported_at if console.began is None else time.perf_counter()
+    console.began = IMPORTED_AT if console.began is None else time.perf_counter()
     ignore_known_warnings()
     warnings.showwarning = _print_warning
     for stream in ("stdout", "stderr"):

@@ -26,10 +26,10 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import modeling_gguf_pytorch_utils as reader
 
+from frozencore.attributes import with_attributes
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.atomic_write import atomic_folder, remove_left, require_writable, write_json
 from frozencore.files.gguf_file import cache_folder
-from frozencore.quiet import with_attributes
 from frozencore.text import one_line
 
 

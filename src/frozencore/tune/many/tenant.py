@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.core import Core
+from frozencore.attributes import with_attributes
 from frozencore.calibration.preserve import own_random_state, without_randomness
 from frozencore.device import run_unless_oom
 from frozencore.errors import TrainingError
 from frozencore.maths.linalg import all_finite
 from frozencore.progress import Progress, no_progress
-from frozencore.quiet import with_attributes
 from frozencore.tune.many.slots import TrainedSlots, held_out_losses
 from frozencore.tune.many.unfinished import Unfinished
 from frozencore.tune.record import StepScored, TrainedSteps

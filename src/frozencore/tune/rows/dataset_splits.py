@@ -15,9 +15,9 @@ from datasets import config as settings
 from datasets.naming import camelcase_to_snakecase
 from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
+from frozencore.attributes import with_attributes
 from frozencore.errors import DataError
 from frozencore.files.hub_client import hub_answers
-from frozencore.quiet import with_attributes
 from frozencore.text import one_line
 from frozencore.tune.rows.row import RawRow
 from frozencore.tune.rows.row_sources import row_file, rows_of_file

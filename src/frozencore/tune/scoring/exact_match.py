@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 
+from frozencore.attributes import with_attributes
 from frozencore.calibration.batches import stated_ids
 from frozencore.errors import DataError, ModelError
 from frozencore.progress import Progress, no_progress
-from frozencore.quiet import with_attributes
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.rows.token_batches import pad, score_in_groups

@@ -21,11 +21,11 @@ from torch import nn
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 
+from frozencore.attributes import with_attributes
 from frozencore.calibration.preserve import own_random_state, without_randomness
 from frozencore.distributed import broadcast_from_rank0, num_ranks, wait_for_all
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.progress import Progress, no_progress
-from frozencore.quiet import with_attributes
 from frozencore.tune.record import SelectedCheckpoint, TrainedSteps
 from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator

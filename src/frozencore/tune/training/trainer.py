@@ -25,11 +25,11 @@ from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from frozencore.adapter.card import begin_model_card
+from frozencore.attributes import with_attributes
 from frozencore.calibration.batches import IGNORED, predicted
 from frozencore.calibration.preserve import own_random_state
 from frozencore.distributed import all_gather, num_ranks
 from frozencore.errors import DivergenceError, ModelError
-from frozencore.quiet import with_attributes
 from frozencore.tune.rows.row import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.scoring.forward import forward_accepts
