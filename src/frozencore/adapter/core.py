@@ -200,11 +200,12 @@ def by_layer(values: Tensor, ranks: Mapping[str, int]) -> dict[str, Tensor]:
     return {name: part.unflatten(-1, (r, r)) for part, (name, r) in zip(parts, ranks.items(), strict=True)}
 
 
-def sum_cores(cores: Sequence[Core], names: Sequence[str], weights: Sequence[float] | None = None) -> Core:
-    """The weighted sum of cores on one basis; by default their mean.
+def sum_cores(cores: Sequence[Core], names: Sequence[str], weights: Sequence[float] | None) -> Core:
+    """The weighted sum of cores on one basis.
 
     Args:
         names: The name of each core, for the error.
+        weights: None is their mean.
 
     Raises:
         ConfigError: There is no core, the number of weights is wrong, or a weight is not finite.

@@ -58,7 +58,7 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return batch
 
 
-def require_batch(batch: Any, index: int, *, any_form: bool = False) -> None:
+def require_batch(batch: Any, index: int, *, any_form: bool) -> None:
     """Raise a ``DataError`` if this is not a batch, or, in ``any_form``, no object with rows of tensors in it."""
     if num_examples_of(batch) == 0 if any_form else not is_batch(batch):
         what = type(batch).__name__
@@ -122,7 +122,7 @@ def _not_padding(batch: Mapping[str, Any]) -> Bool[Tensor, "b t"] | None:
     return text
 
 
-def total_examples(batches: Iterable[Batch], *, any_form: bool = False) -> int | None:
+def total_examples(batches: Iterable[Batch], *, any_form: bool) -> int | None:
     """The number of examples of all batches; None if it is unknown before the batches are read."""
     if isinstance(batches, Sequence):
         for index, batch in enumerate(batches):  # checks all batches before the first one runs

@@ -119,10 +119,10 @@ def calibrate_layers(
     targets: Mapping[str, Target],
     constructor: str,
     *,
-    batches: Sequence[Batch] = (),
-    moments: Mapping[str, LayerMoments] | None = None,
+    batches: Sequence[Batch],
+    moments: Mapping[str, LayerMoments] | None,
     options: CalibrationOptions,
-    loss_fn: LossFn | None = None,
+    loss_fn: LossFn | None,
     progress: Progress,
 ) -> tuple[dict[str, LayerBasis], Calibration]:
     """Collect the moments of the layers if the constructor reads any, and build their bases, equal on all ranks.

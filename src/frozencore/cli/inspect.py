@@ -182,7 +182,7 @@ def inspection_table(
     return Group(layer_table("Bases", list(reports), columns, every_layer=every_layer, shapes=shapes), totals)
 
 
-def calibration_summary(calibration: Calibration, *, every_layer: bool = False) -> Group:
+def calibration_summary(calibration: Calibration, *, every_layer: bool) -> Group:
     """Show the result of calibration: the spread over the layers, or a line for each layer."""
     layers = calibration.layers
     ends = [(layer.spectrum[0], layer.spectrum[-1]) if layer.spectrum else (None, None) for layer in layers.values()]

@@ -50,7 +50,7 @@ def make_record(
     folder: Path,
     memory: PeakMemory,
     started: float,
-    warnings: Sequence[str] = (),
+    warnings: Sequence[str],
     company: TenantGroup | None = None,
 ) -> TunedRecord:
     """Make the content of ``result.json`` for a run whose adapter is saved.

@@ -164,7 +164,7 @@ def pivot_cell(pivot: Pivot, row: Key, column: Key, *, best: bool = False) -> Sh
     return SheetCell(f"{cell.mean:.{decimals}f}{mark}", _spread(cell.std, decimals), cell.mean, best, hint=hint)
 
 
-def average_cell(average: Average, decimals: int, *, best: bool = False) -> SheetCell:
+def average_cell(average: Average, decimals: int, *, best: bool) -> SheetCell:
     if average.value is None:
         return missing(average.reason)
     return SheetCell(f"{average.value:.{decimals}f}", _spread(average.std, decimals), average.value, best)

@@ -136,7 +136,7 @@ def normal_form(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
-def require_rows(data: str, columns: str | None = None, *, option: str = "--data") -> None:
+def require_rows(data: str, columns: str | None, *, option: str = "--data") -> None:
     """Check the first rows of a source and their columns, before anything is loaded; only files are read.
 
     Raises:
