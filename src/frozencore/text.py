@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
-from math import sqrt
 from unicodedata import category
 
-NORMAL_95 = 1.96  # deviations of a normal distribution on each side of its middle 95 %
 HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # a text may have one alone, which no UTF-8 has
 _LAYOUT = re.compile(r"(?:\r\n|[\n\t]|[^\S\r\v\f\x1c-\x1f\x85\u2028\u2029])+")
 
@@ -47,25 +45,6 @@ def time_in_words(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min"
     return f"{minutes // 60} h {minutes % 60:02} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
-
-
-def wilson(share: float, num_rows: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share; unlike the standard error it is not zero where all rows are right."""
-    square = NORMAL_95**2 / num_rows
-    middle = share + square / 2
-    half = sqrt(square * share * (1 - share) + square**2 / 4)
-    return max(0.0, middle - half) / (1 + square), min(1.0, (middle + half) / (1 + square))
-
-
-def percent(share: float) -> str:
-    """A share as a percentage with one decimal."""
-    return f"{100 * share:.1f}"
-
-
-def accuracy_in_words(accuracy: float, num_rows: int) -> str:
-    """An accuracy with its rows and its interval: ``57.0 % of 100 rows (95 % interval 47.2 to 66.3)``."""
-    low, high = map(percent, wilson(accuracy, num_rows))
-    return f"{percent(accuracy)} % of {num_of(num_rows, 'row')} (95 % interval {low} to {high})"
 
 
 def natural_sort_key(name: str) -> list[str | int]:

@@ -29,7 +29,8 @@ from frozencore.files.adapter_folder import (
     holds_adapter,
     read_config,
 )
-from frozencore.text import accuracy_in_words, num_of, one_line
+from frozencore.text import num_of, one_line
+from frozencore.tune.accuracy import accuracy_in_words
 from frozencore.tune.folder import CHECKPOINTS, PREDICTIONS, RECORD, SAMPLES, START
 from frozencore.tune.record import EvaluationRecord, TunedRecord, read_record
 

@@ -24,7 +24,8 @@ from frozencore.cli.display import table_of
 from frozencore.files.adapter_folder import PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.files.atomic_write import read_lines
 from frozencore.progress import Progress
-from frozencore.text import bytes_in_words, num_of, one_line, percent, wilson
+from frozencore.text import bytes_in_words, num_of, one_line
+from frozencore.tune.accuracy import percent, wilson
 from frozencore.tune.adapt import limits_of_basis, on_named_basis, starting_core
 from frozencore.tune.adapters import add_adapter
 from frozencore.tune.config import RunConfig, as_flags

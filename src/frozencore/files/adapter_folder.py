@@ -1,4 +1,4 @@
-"""The files of an adapter and of a basis: names, headers, and errors for missing or damaged files."""
+"""The files of an adapter, of a basis and of a run: names, headers, and errors for missing or damaged files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unicodedata import category, normalize
 
-from frozencore.errors import ArtifactError, ConfigError
+from frozencore.errors import ArtifactError
 from frozencore.files.hub import hub_client, is_hub_id
 from frozencore.files.lfs_pointer import lfs_pointer_in
 from frozencore.text import num_of, one_line
@@ -30,10 +29,6 @@ TOKENIZER_FILES = (
     TOKENIZER_FILE, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt",
 )  # fmt: skip
-RESERVED = (BASIS, MANIFEST_FILE, RUN_FILE, COMPRESSION_FILE, UNFINISHED_FOLDER)
-"""Names of folders and files that stand beside the folders of tenants."""
-LONGEST_NAME = 100, 200
-"""Characters and bytes of a tenant's name at most: file systems take 255 bytes, and files beside add to the name."""
 PEFT_TYPE = "FROZENCORE"
 
 
@@ -171,36 +166,3 @@ def folder_of(
         place, revision, wanted, instead=PICKLE_FILE, unless=(WEIGHTS_FILE, HEADER_FILE), cache_dir=cache_dir
     )
     return fetched
-
-
-def require_tenant_name(name: str, of: str) -> None:
-    """Check that a tenant's name can be a folder's.
-
-    Args:
-        of: The file or folder that it is from.
-
-    Raises:
-        ConfigError: It cannot.
-    """
-    if not is_tenant_name(name):
-        raise ConfigError(
-            f"A tenant's name becomes a folder's: at most {LONGEST_NAME[0]} letters, digits, '.', '_' and '-' (not "
-            f"'.' or '-' first) of at most {LONGEST_NAME[1]} bytes, and not {' or '.join(RESERVED)}, but "
-            f"{one_line(name, 60)!r} was given. Rename {one_line(of)}."
-        )
-
-
-def is_tenant_name(name: str) -> bool:
-    """Return whether a name can be that of a tenant's folder.
-
-    A letter may carry the marks of its script, as in Hindi, Thai and Tamil, and a joiner before the next letter.
-    """
-    bare = "".join(character for character in name if category(character) not in ("Mn", "Mc"))
-    is_word = re.fullmatch(r"\w([\u200c\u200d]?[\w.-])*", bare) is not None and re.match(r"\w", name) is not None
-    is_short = len(name) <= LONGEST_NAME[0] and len(name.encode(errors="surrogateescape")) <= LONGEST_NAME[1]
-    return is_word and is_short and name_on_disk(name) not in RESERVED
-
-
-def name_on_disk(name: str) -> str:
-    """The name on a disk that ignores case and composes accents."""
-    return normalize("NFC", name).casefold()

@@ -13,7 +13,8 @@ from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.swap import round_core, swap_core
 from frozencore.constructors import COMPRESSED
 from frozencore.errors import ConfigError, DivergenceError
-from frozencore.files.adapter_folder import ADAPTER, BASIS, adapter_in, folder_of, require_tenant_name
+from frozencore.files.adapter_folder import ADAPTER, BASIS, adapter_in, folder_of
+from frozencore.files.tenant_names import require_tenant_name
 from frozencore.progress import Progress, as_stage
 from frozencore.tune.adapt import rate_for
 from frozencore.tune.adapters import add_adapter, save_adapter

@@ -11,7 +11,7 @@ from frozencore.adapter.basis import read_header
 from frozencore.adapter.core import Core
 from frozencore.distributed import num_ranks
 from frozencore.files.adapter_folder import ADAPTER
-from frozencore.text import accuracy_in_words
+from frozencore.tune.accuracy import accuracy_in_words
 from frozencore.tune.adapt import Adapted
 from frozencore.tune.calibration_record import CalibrationSummary
 from frozencore.tune.config import RunConfig
