@@ -22,7 +22,7 @@ from torch import Tensor
 from frozencore.adapter.basis import Basis
 from frozencore.adapter.core import BASE
 from frozencore.adapter.folders import read_adapter, read_tensors, weights_file
-from frozencore.adapter.named_layers import is_end_of
+from frozencore.adapter.named_layers import is_among
 from frozencore.adapter.state_dict import HEADS
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import PEFT_TYPE, adapter_in, folder_of, read_config
@@ -286,7 +286,7 @@ def _targets(named: Any, layers: Mapping[str, Any]) -> frozenset[str] | None:
 
 def selected(layers: Iterable[str], names: Collection[str]) -> frozenset[str]:
     """The layers that PEFT finds by these names."""
-    return frozenset(layer for layer in layers if any(is_end_of(name, layer) for name in names))
+    return frozenset(layer for layer in layers if is_among(layer, names))
 
 
 def _refuse(place: str, reasons: Reasons) -> None:

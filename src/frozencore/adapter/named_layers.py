@@ -162,7 +162,7 @@ def attention_projections(model: nn.Module) -> list[str]:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     family = getattr(config, "model_type", None)
     ends = DEFAULT_TARGETS.get(str(family), ())
-    found = [name for name in modules if _is_among(name, ends) and _is_target(name, modules)]
+    found = [name for name in modules if is_among(name, ends) and _is_target(name, modules)]
     if not found:
         raise ConfigError(
             f"No default layers are known for models of type {family!r:.60}. Name the layers in target_modules "
@@ -257,7 +257,7 @@ def expand_patterns(config: Any, model: nn.Module) -> None:
         # names match by their ends, so that other layers with the same end must be excluded by name
         ends = None if isinstance(config.target_modules, str) else config.target_modules
         alike = {
-            name for name, module in names.items() if (is_adaptable(module) if ends is None else _is_among(name, ends))
+            name for name, module in names.items() if (is_adaptable(module) if ends is None else is_among(name, ends))
         }
         config.exclude_modules = alike - found or None
     layers = [name for name in found if is_adaptable(names[name])]
@@ -285,7 +285,7 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
     return modules
 
 
-def _is_among(name: str, ends: Collection[str]) -> bool:
+def is_among(name: str, ends: Collection[str]) -> bool:
     """Return whether a name, or one of its ends, is in ``ends``."""
     parts = name.split(".")
     return any(".".join(parts[start:]) in ends for start in range(len(parts)))

@@ -16,7 +16,7 @@ from frozencore.options import fingerprint_options
 from frozencore.text import num_of
 from frozencore.tune.config_parts import RowsConfig, ScoringConfig
 from frozencore.tune.record import ReadRows, SourceRows, UsedRows
-from frozencore.tune.rows.forms import BEYOND, TOO_LONG, EncodedSource, read_rows
+from frozencore.tune.rows.forms import BEYOND, TEXT, TOO_LONG, EncodedSource, read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.row import Row, TokenRow
 from frozencore.tune.rows.row_sources import named
@@ -254,7 +254,7 @@ class UserData:
         if all(row.choices is not None for row in (*rows, *chosen_on)):
             return "choice"
         compares = exact_match == "yes" or (exact_match == "auto" and are_short(rows))
-        has_answers = all(file.columns != ("text",) for file in self.every)
+        has_answers = all(file.columns != TEXT for file in self.every)
         return "completion" if compares and has_answers else "text"
 
     def reading(self, left_out: Mapping[str, int], used: Iterable[TokenRow]) -> ReadRows:

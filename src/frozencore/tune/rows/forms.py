@@ -102,7 +102,7 @@ def read_rows(
             "--columns prompt=prompt,completion=completion."
         )
     is_pair = form == PAIR and not isinstance(rows[0].get("prompt"), list)
-    beside = [] if form == ("text",) or (is_pair and not encoder.is_chat) else ["system", "tools"]
+    beside = [] if form == TEXT or (is_pair and not encoder.is_chat) else ["system", "tools"]
     beside += ["choices"] * is_pair + ["input"] * (form == ALPACA)
     read = {named.get(column, column) for column in (*form, *beside)}
     rendered: list[RenderedRow] = []
@@ -127,7 +127,7 @@ def read_rows(
         form,
         bad + Counter({BEYOND: len(rendered) - len(used), TOO_LONG: len(used) - len(encoded)}),
         tuple(column for column in given if column not in read),
-        not is_pair and form not in (("text",), ALPACA),
+        not is_pair and form not in (TEXT, ALPACA),
     )
 
 
@@ -287,12 +287,12 @@ def _tools(row: RawRow, row_id: str) -> list[Any] | None:
     return json_or_value(given, list, f"Row {row_id}: column 'tools' must hold a list of tools") or None
 
 
-PAIR, ALPACA = ("prompt", "completion"), ("instruction", "output")
+PAIR, ALPACA, TEXT = ("prompt", "completion"), ("instruction", "output"), ("text",)
 _FORMS: dict[tuple[str, ...], Callable[[RawRow, str], Row]] = {
     PAIR: _pair,
     ("messages",): partial(_talk, column="messages"),
     ALPACA: _instruction,
     ("conversations",): partial(_talk, column="conversations"),
-    ("text",): lambda row, row_id: Row(row_id, completion=_text(row, "text", row_id)),
+    TEXT: lambda row, row_id: Row(row_id, completion=_text(row, "text", row_id)),
 }
 KNOWN = {column for columns in _FORMS for column in columns} | {"input", "choices", "system", "tools"}
