@@ -194,30 +194,28 @@ def _evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> Evaluati
     for folder in subjects.values():
         adapted.with_adapter(folder)
     reading = next((one.reading for tasks in read.values() for one in tasks if one.reading is not None), None)
-    num_tasks = num_of(sum(one.failure is None for one in next(iter(read.values()))), "task")
+    num_tasks = num_of(sum(isinstance(one.rows, ScoredRows) for one in next(iter(read.values()))), "task")
     progress("load", 1, 1, ", ".join([num_tasks, *(reading.not_as_given if reading else ())]))
 
     scores, failures = list[TaskResult](), list[FrozenCoreError]()
     for subject, folder in subjects.items():
         encoder = encoders[subject]
         for one in read[encoder.is_chat]:
-            stage, failure = as_stage(progress, f"{subject}: {one.name}"), one.failure
-            if one.rows is not None:
-                try:
-                    score = score_rows(
-                        adapted.with_adapter(folder), encoder, one.rows, progress=stage,
-                        length_normalised=evaluation.length_normalised,
-                    )  # fmt: skip
-                except FrozenCoreError as error:
-                    failure = error
-            if failure is not None:
-                failures.append(failure)
-                scores.append(TaskResult(subject=subject, task=one.name, failure=str(failure)))
+            rows = one.rows
+            try:
+                if isinstance(rows, FrozenCoreError):
+                    raise rows
+                score = score_rows(
+                    adapted.with_adapter(folder), encoder, rows, length_normalised=evaluation.length_normalised,
+                    progress=as_stage(progress, f"{subject}: {one.name}"),
+                )  # fmt: skip
+            except FrozenCoreError as error:
+                failures.append(error)
+                scores.append(TaskResult(subject=subject, task=one.name, failure=str(error)))
                 continue
-            assert one.rows is not None
             scores.append(
                 TaskResult(
-                    subject=subject, task=one.name, num_examples=len(one.rows.tokens),
+                    subject=subject, task=one.name, num_examples=len(rows.tokens),
                     rows=one.fingerprint, score=score.task, held_out_loss=score.held_out_loss,
                 )
             )  # fmt: skip
@@ -273,13 +271,12 @@ class TaskRows:
     """
 
     name: str
-    rows: ScoredRows | None = None
+    rows: ScoredRows | FrozenCoreError
     reading: ReadRows | None = None
-    failure: FrozenCoreError | None = None
 
     @cached_property
     def fingerprint(self) -> str | None:
-        return None if self.rows is None else fingerprint_rows(self.rows.tokens)
+        return fingerprint_rows(self.rows.tokens) if isinstance(self.rows, ScoredRows) else None
 
 
 def _read(evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> Iterator[TaskRows]:
@@ -291,9 +288,9 @@ def _read(evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> Iterato
             require_embedded(model, encoder.tokenizer, rows.tokens)
             yield TaskRows(name, rows, reading)
         except FrozenCoreError as error:
-            yield TaskRows(name, failure=error)
+            yield TaskRows(name, error)
     for name, reason in evaluation.failed.items():
-        yield TaskRows(name, failure=ConfigError(reason))
+        yield TaskRows(name, ConfigError(reason))
 
 
 def _rows_of(data: str, evaluation: Evaluation, encoder: PromptEncoder) -> tuple[ScoredRows, ReadRows | None]:
