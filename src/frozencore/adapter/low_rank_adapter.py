@@ -25,7 +25,7 @@ from frozencore.adapter.folders import read_adapter, read_tensors, weights_file
 from frozencore.adapter.named_layers import is_among
 from frozencore.adapter.state_dict import HEADS
 from frozencore.errors import ArtifactError
-from frozencore.files.adapter_folder import PEFT_TYPE, adapter_in, folder_of, read_config
+from frozencore.files.adapter_folder import PEFT_TYPE, find_adapter, read_config
 from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.compress import Update
 from frozencore.maths.linalg import all_finite
@@ -115,7 +115,7 @@ def read_low_rank_adapter(place: str, bases: dict[str, Basis]) -> LowRankAdapter
     Raises:
         ArtifactError: It is no adapter, is damaged, or changes more than linear layers by low-rank products.
     """
-    folder = adapter_in(folder_of(place))
+    folder = find_adapter(place)
     config = read_config(folder)
     is_core = config.get("peft_type") == PEFT_TYPE
     source = _read_core(place, folder, bases) if is_core else _read_lora(place, folder, config)

@@ -10,7 +10,7 @@ import typer
 
 from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError, ModelError
-from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
+from frozencore.files.adapter_folder import find_adapter, read_config
 from frozencore.tune.folder import record_of_run
 from frozencore.tune.locate import require_model
 from frozencore.tune.rows.prompts import PromptStyle
@@ -37,7 +37,7 @@ def chat(
     ] = None,
     device: Annotated[str, flag("device")] = "auto",
 ) -> None:
-    folders = [adapter_in(folder_of(adapter)) for adapter in adapters or ()]
+    folders = [find_adapter(adapter) for adapter in adapters or ()]
     if sys.stdin is None:
         raise ConfigError(
             "A chat reads the standard input, but that is closed. Start it in a terminal, or give a file."

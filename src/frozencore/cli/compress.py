@@ -14,7 +14,7 @@ from frozencore.cli.display import console, table_of
 from frozencore.cli.flags import flag, print_unread_files
 from frozencore.cli.stages import StageDisplay
 from frozencore.errors import ConfigError
-from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config
+from frozencore.files.adapter_folder import COMPRESSION_FILE, find_adapter, read_config
 from frozencore.files.atomic_write import check_output
 from frozencore.maths.quantise import LOST_TO_ROUNDING
 from frozencore.text import bytes_in_words, num_of
@@ -66,7 +66,7 @@ def compress(
         print_unread_files(tenants)
     if not skip_bad:
         for place in adapters:
-            read_config(adapter_in(folder_of(place)))  # a wrong path is refused before torch is imported
+            read_config(find_adapter(place))  # a wrong path is refused before torch is imported
     with StageDisplay(console) as progress:
         from frozencore.tune.compressed import TRAINED_ON, compress_scored
 

@@ -15,7 +15,7 @@ from frozencore.cli.display import console, table_of
 from frozencore.cli.flags import flag
 from frozencore.cli.stages import StageDisplay
 from frozencore.errors import ConfigError, FrozenCoreError
-from frozencore.files.adapter_folder import adapter_in, folder_of
+from frozencore.files.adapter_folder import find_adapter
 from frozencore.tune.folder import RECORD, record_of_run, require_new
 from frozencore.tune.locate import require_data_root, require_model
 from frozencore.tune.record import EvaluationRecord, TaskResult
@@ -71,7 +71,7 @@ def evaluate(
         raise next(iter(errors.values()), ConfigError("There is nothing to score: give --data FILE or --task NAME."))
     require_model(model)
     require_data_root(data_root)
-    adapters = tuple(adapter_in(folder_of(one)) for one in adapter or ())
+    adapters = tuple(find_adapter(one) for one in adapter or ())
     require_new(output, RECORD)
     failed = {name: str(one) for name, one in errors.items()}
     for name, reason in failed.items():

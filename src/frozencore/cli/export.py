@@ -11,7 +11,7 @@ from frozencore.cli.display import console
 from frozencore.cli.flags import flag
 from frozencore.constructors import BasisOptions
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
+from frozencore.files.adapter_folder import find_adapter, read_config
 from frozencore.files.atomic_write import check_output, require_writable
 from frozencore.maths.quantise import BITS, default_bits
 from frozencore.text import unknown_name
@@ -112,7 +112,7 @@ def export(
     if base is not None and to != "onnx-adapter":
         require_model(base)
         base = model_location(base)
-    folder = adapter_in(folder_of(adapter, with_tokenizer=True))
+    folder = find_adapter(adapter, with_tokenizer=True)
     if output is not None and form.writes == "a file":
         _check_file(output, overwrite)
     elif output is not None:
@@ -146,7 +146,7 @@ def merge(
         shares = None if weights is None else [float(part) for part in weights.split(",")]
     except ValueError as error:
         raise ConfigError(f"--weights are numbers separated by commas, but {weights!r} was given.") from error
-    folders = [adapter_in(folder_of(adapter)) for adapter in adapters]
+    folders = [find_adapter(adapter) for adapter in adapters]
     check_output(output, overwrite=None, reads=folders)
     from frozencore.adapter.folders import merge_adapters
 

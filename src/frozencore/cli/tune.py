@@ -25,7 +25,7 @@ from frozencore.files.hub import hub_client
 from frozencore.text import num_of
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import RECORD, interrupted_work, refuse_used, require_new, require_same_options
-from frozencore.tune.locate import find_tenants, require_files, require_tenant_files
+from frozencore.tune.locate import require_files, require_tenant_files
 from frozencore.tune.many.folder import refuse_taken, unfinished_in
 from frozencore.tune.processes import is_first, num_started, refuse_several
 
@@ -109,14 +109,13 @@ def _tune_many(
     resume: Resume = False,
     dry_run: DryRun = False,
 ) -> None:
-    require_tenant_files(config)
+    names = require_tenant_files(config)
     print_unread_files(tenants)
     if dry_run:
         refuse_several("--dry-run")
         _dry_run(config, slots)
         return
     output = require_out(output)
-    names = find_tenants(tenants)
     if num_started() == 1:  # else another process may have finished a tenant of its own already
         refuse_taken(output, names, resume=resume)
 

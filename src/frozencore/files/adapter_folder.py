@@ -81,6 +81,15 @@ def forbidden_in(directory: Path) -> ArtifactError | None:
     return ArtifactError(f"{forbidden} cannot be read: permission denied. Ask for the right to read it (chmod).")
 
 
+def find_adapter(place: str, *, with_tokenizer: bool = False) -> Path:
+    """The folder of an adapter or a basis that a user names: that folder, a run's, or a hub id.
+
+    Raises:
+        ArtifactError: As :func:`folder_of` and :func:`adapter_in`.
+    """
+    return adapter_in(folder_of(place, with_tokenizer=with_tokenizer))
+
+
 def adapter_in(folder: Path) -> Path:
     """The folder of an adapter or a basis: the folder itself, or ``adapter`` in the folder of a run.
 

@@ -23,7 +23,7 @@ from frozencore.calibration.batches import Batch
 from frozencore.constructors import COMPRESSED
 from frozencore.distributed import num_ranks, own_rank
 from frozencore.errors import ConfigError
-from frozencore.files.adapter_folder import adapter_in, folder_of
+from frozencore.files.adapter_folder import find_adapter
 from frozencore.files.atomic_write import atomic_folder, write_json
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.capture import Capture, capture_or_none
@@ -116,7 +116,7 @@ def starting_core(config: MethodConfig) -> Core | None:
     """
     if config.start_from is None or config.basis is None:
         return None
-    return read_core(adapter_in(folder_of(config.start_from)), read_header(config.basis).id)
+    return read_core(find_adapter(config.start_from), read_header(config.basis).id)
 
 
 def undone_by_rounding(start: Core | None, trained: Core, saved: Core) -> tuple[str, ...]:

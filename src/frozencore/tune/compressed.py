@@ -13,7 +13,7 @@ from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.swap import round_core, swap_core
 from frozencore.constructors import COMPRESSED
 from frozencore.errors import ConfigError, DivergenceError
-from frozencore.files.adapter_folder import ADAPTER, BASIS, adapter_in, folder_of
+from frozencore.files.adapter_folder import ADAPTER, BASIS, find_adapter
 from frozencore.files.tenant_names import require_tenant_name
 from frozencore.progress import Progress, as_stage
 from frozencore.tune.adapt import rate_for
@@ -121,7 +121,7 @@ def score_adapters(
     """
     base, scores = BaseWithAdapter(inputs.model), Scores()
     for name, tenant_rows in rows.items():
-        folder, scores[name] = adapter_in(folder_of(str(adapters[name]))), {}
+        folder, scores[name] = find_adapter(str(adapters[name])), {}
         for arm, place in (("base", None), ("own", folder)):  # an adapter changes the base model in place
             scores[name][arm] = _score(inputs, tenant_rows, base.with_adapter(place), f"{name}, {arm}", progress)
     base.without_adapter()

@@ -115,11 +115,13 @@ def require_data_root(folder: Path | None) -> None:
         raise DataError(f"--data-root must name the folder that holds the data sets, but there is no folder {folder}.")
 
 
-def require_tenant_files(config: RunConfig) -> None:
-    """Check a configuration of many tenants before torch is imported."""
+def require_tenant_files(config: RunConfig) -> dict[str, Path]:
+    """Check a configuration of many tenants before torch is imported; returns the row file of each."""
     require_files(config.replaced(data=()))
-    for file in find_tenants(Path(config.rows.learns)).values():
+    tenants = find_tenants(Path(config.rows.learns))
+    for file in tenants.values():
         require_rows(str(file), config.rows.columns)
+    return tenants
 
 
 def other_files(path: Path) -> list[str]:
