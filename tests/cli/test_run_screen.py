@@ -15,8 +15,8 @@ from fixtures import shown
 from frozencore import export_lora, save_basis
 from frozencore.cli.run_screen import run_summary, sample_lines, size_lines
 from frozencore.cli.runs import print_tenants
-from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.files.atomic_write import read_lines, write_lines
+from frozencore.files.names import WEIGHTS_FILE
 from frozencore.tune.accuracy import wilson
 from small_runs import RECIPE, RESOLVED, made_up_record
 from tiny import adapted, tiny_qwen2

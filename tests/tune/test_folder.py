@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from frozencore.errors import ArtifactError, ConfigError, TrainingError
-from frozencore.files.adapter_folder import ADAPTER, BASIS
+from frozencore.files.names import ADAPTER, BASIS
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.folder import RECORD, begin, locked, refuse_used, require_new
 from frozencore.tune.many.run import execute_many

@@ -24,18 +24,11 @@ from torch import Tensor
 
 from frozencore.adapter.base_record import base_digest
 from frozencore.errors import ArtifactError, CalibrationError
-from frozencore.files.adapter_folder import (
-    BASIS,
-    FACTORS_FILE,
-    HEADER_FILE,
-    damaged,
-    folder_of,
-    is_folder,
-    require_header,
-)
+from frozencore.files.adapter_folder import damaged, folder_of, is_folder, require_header
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.files.hub import is_hub_id
+from frozencore.files.names import BASIS, FACTORS_FILE, HEADER_FILE
 from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.options import fingerprint_options
 

@@ -20,10 +20,9 @@ from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
 from safetensors import safe_open
 
 from frozencore.adapter.core import Core, is_core_key
-from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
+from frozencore.files.names import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE
 from frozencore.text import bytes_in_words, one_line
 
-CARD_FILE = "README.md"
 _BEGIN, _END = "<!-- frozencore:begin -->", "<!-- frozencore:end -->"
 _UNFILLED = "[More Information Needed]"
 _ADDED = re.compile(r"### Framework versions|- PEFT [\w.+]+")  # by PEFT, to any card

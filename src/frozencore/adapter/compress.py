@@ -30,8 +30,8 @@ from frozencore.adapter.low_rank_adapter import LowRankAdapter, read_low_rank_ad
 from frozencore.adapter.one_base import mismatched_adapters, name_of_base, other_names, record_of_base
 from frozencore.constructors import COMPRESSED
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
-from frozencore.files.adapter_folder import ADAPTER, BASIS, COMPRESSION_FILE, FACTORS_FILE, WEIGHTS_FILE
 from frozencore.files.atomic_write import atomic_folder, write_json
+from frozencore.files.names import ADAPTER, BASIS, COMPRESSION_FILE, FACTORS_FILE, WEIGHTS_FILE
 from frozencore.files.tenant_names import require_tenant_name
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.compress import (

@@ -15,7 +15,7 @@ from typing import Any, Self
 from peft import PeftConfig
 
 from frozencore.adapter.basis import Basis, basis_beside, find_basis, read_header
-from frozencore.adapter.card import CARD_FILE, num_tokens, write_model_card
+from frozencore.adapter.card import num_tokens, write_model_card
 from frozencore.adapter.named_layers import key_for, require_names
 from frozencore.constructors import (
     CONSTRUCTORS,
@@ -31,16 +31,9 @@ from frozencore.constructors import (
 )
 from frozencore.constructors.constructor import AUTO_ALPHA, ScaleOptions
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.files.adapter_folder import (
-    CONFIG_FILE,
-    PEFT_TYPE,
-    PICKLE_FILE,
-    WEIGHTS_FILE,
-    folder_of,
-    is_folder,
-    missing,
-)
+from frozencore.files.adapter_folder import PEFT_TYPE, folder_of, is_folder, missing
 from frozencore.files.atomic_write import allow_as_umask
+from frozencore.files.names import CARD_FILE, CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import MomentName
 from frozencore.options import check_options, options_of

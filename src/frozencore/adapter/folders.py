@@ -17,22 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from frozencore.adapter.basis import Basis, load_basis, require_same_id
-from frozencore.adapter.card import CARD_FILE, with_scores, with_sizes
+from frozencore.adapter.card import with_scores, with_sizes
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.core import Core, sum_cores
 from frozencore.adapter.state_dict import basis_tensors, layers_in, module_tensors
 from frozencore.errors import ArtifactError, FrozenCoreError
-from frozencore.files.adapter_folder import (
-    CONFIG_FILE,
-    HEADER_FILE,
-    PEFT_TYPE,
-    PICKLE_FILE,
-    WEIGHTS_FILE,
-    damaged,
-    missing,
-    read_config,
-)
+from frozencore.files.adapter_folder import PEFT_TYPE, damaged, missing, read_config
 from frozencore.files.atomic_write import atomic_folder
+from frozencore.files.names import CARD_FILE, CONFIG_FILE, HEADER_FILE, PICKLE_FILE, WEIGHTS_FILE
 from frozencore.text import one_line
 
 

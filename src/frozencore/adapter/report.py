@@ -10,7 +10,7 @@ from torch import Tensor
 
 from frozencore.adapter.basis import Basis, load_basis
 from frozencore.adapter.folders import read_adapter
-from frozencore.files.adapter_folder import HEADER_FILE
+from frozencore.files.names import HEADER_FILE
 from frozencore.text import natural_sort_key
 
 

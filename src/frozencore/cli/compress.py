@@ -14,8 +14,9 @@ from frozencore.cli.display import console, table_of
 from frozencore.cli.flags import flag, print_unread_files
 from frozencore.cli.stages import StageDisplay
 from frozencore.errors import ConfigError
-from frozencore.files.adapter_folder import COMPRESSION_FILE, find_adapter, read_config
+from frozencore.files.adapter_folder import find_adapter, read_config
 from frozencore.files.atomic_write import check_output
+from frozencore.files.names import COMPRESSION_FILE
 from frozencore.maths.quantise import LOST_TO_ROUNDING
 from frozencore.text import bytes_in_words, num_of
 from frozencore.tune.locate import find_tenants, require_model

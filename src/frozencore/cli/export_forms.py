@@ -14,7 +14,7 @@ from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.onnx import export_onnx, export_onnx_adapter
 from frozencore.adapter.export.serving import VLLM_CPU_HEADS, VLLM_MAX_RANKS, head_size, vllm_max_rank
 from frozencore.adapter.folders import SavedAdapter, read_adapter
-from frozencore.files.adapter_folder import WEIGHTS_FILE
+from frozencore.files.names import WEIGHTS_FILE
 from frozencore.maths.quantise import default_bits
 from frozencore.tune.load import quiet_loading
 from frozencore.tune.stop_tokens import add_stop_tokens

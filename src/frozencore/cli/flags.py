@@ -20,7 +20,7 @@ from frozencore.cli.foreign_flags import counterpart
 from frozencore.cli.verbs import NOTHING_KEPT
 from frozencore.constructors import described
 from frozencore.errors import ConfigError
-from frozencore.files.adapter_folder import RUN_FILE
+from frozencore.files.names import RUN_FILE
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.options import Option
 from frozencore.text import flag_of, nearest_name, one_line

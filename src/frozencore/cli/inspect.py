@@ -16,19 +16,8 @@ from rich.console import Group
 from rich.text import Text
 
 from frozencore.cli.display import console, table_of
-from frozencore.files.adapter_folder import (
-    ADAPTER,
-    BASIS,
-    COMPRESSION_FILE,
-    CONFIG_FILE,
-    HEADER_FILE,
-    PEFT_TYPE,
-    RUN_FILE,
-    adapter_in,
-    folder_of,
-    holds_adapter,
-    read_config,
-)
+from frozencore.files.adapter_folder import PEFT_TYPE, adapter_in, folder_of, holds_adapter, read_config
+from frozencore.files.names import ADAPTER, BASIS, COMPRESSION_FILE, CONFIG_FILE, HEADER_FILE, RUN_FILE
 from frozencore.text import num_of, one_line
 from frozencore.tune.accuracy import accuracy_in_words
 from frozencore.tune.folder import CHECKPOINTS, PREDICTIONS, RECORD, SAMPLES, START

@@ -21,8 +21,9 @@ from frozencore.adapter.core import Core
 from frozencore.adapter.folders import read_tensors
 from frozencore.adapter.state_dict import layers_in
 from frozencore.cli.display import table_of
-from frozencore.files.adapter_folder import PEFT_TYPE, WEIGHTS_FILE, read_config
+from frozencore.files.adapter_folder import PEFT_TYPE, read_config
 from frozencore.files.atomic_write import read_lines
+from frozencore.files.names import WEIGHTS_FILE
 from frozencore.progress import Progress
 from frozencore.text import bytes_in_words, num_of, one_line
 from frozencore.tune.accuracy import percent, wilson

@@ -14,7 +14,7 @@ from frozencore.cli.inspect import calibration_summary
 from frozencore.cli.run_screen import of_setup, of_start, run_summary, sample_lines, size_lines
 from frozencore.cli.stages import StageDisplay
 from frozencore.errors import FrozenCoreError, RankError
-from frozencore.files.adapter_folder import ADAPTER, BASIS
+from frozencore.files.names import ADAPTER, BASIS
 from frozencore.quiet import collect_warnings
 from frozencore.text import bytes_in_words, num_of
 from frozencore.tune.calibrate_only import execute_calibration

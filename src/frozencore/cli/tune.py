@@ -20,8 +20,8 @@ from frozencore.cli.flags import (
 )
 from frozencore.cli.stages import StageDisplay
 from frozencore.errors import ConfigError
-from frozencore.files.adapter_folder import ADAPTER, BASIS
 from frozencore.files.hub import hub_client
+from frozencore.files.names import ADAPTER, BASIS
 from frozencore.text import num_of
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import RECORD, interrupted_work, refuse_used, require_new, require_same_options

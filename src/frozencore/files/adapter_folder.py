@@ -1,4 +1,4 @@
-"""The files of an adapter, of a basis and of a run: names, headers, and errors for missing or damaged files."""
+"""The folders of an adapter, a basis and a run: where they are, and errors for missing or damaged files."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from typing import Any
 from frozencore.errors import ArtifactError
 from frozencore.files.hub import hub_client, is_hub_id
 from frozencore.files.lfs_pointer import lfs_pointer_in
+from frozencore.files.names import (
+    ADAPTER,
+    BASIS,
+    CARD_FILE,
+    CONFIG_FILE,
+    FACTORS_FILE,
+    HASHES,
+    HEADER_FILE,
+    PICKLE_FILE,
+    RUN_FILE,
+    TOKENIZER_FILES,
+    WEIGHTS_FILE,
+)
 from frozencore.text import num_of, one_line
 
-CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-HEADER_FILE, FACTORS_FILE = "basis.json", "basis.safetensors"  # the files of a basis
-MODEL_CONFIG = "config.json"
-ADAPTER, BASIS = "adapter", "basis"  # the folders of an adapter and of a basis inside a run's
-RUN_FILE = "run.yaml"  # the given options of a run, in the form of --config
-COMPRESSION_FILE = "compress.json"  # what each adapter keeps, beside the basis of `frozencore compress`
-MANIFEST_FILE = "tenants.json"  # beside the basis that many tenants share: what it was made of
-HASHES = "inputs.json"  # of what a run reads, in its folder from its beginning to its end
-UNFINISHED_FOLDER = "unfinished"  # tenants between two steps
-TOKENIZER_FILE = "tokenizer_config.json"
-TOKENIZER_FILES = (
-    TOKENIZER_FILE, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt",
-)  # fmt: skip
 PEFT_TYPE = "FROZENCORE"
 
 
@@ -168,7 +167,7 @@ def folder_of(
     folder = Path(place)
     if not is_hub_id(place) or is_folder(place):
         return folder
-    files = [CONFIG_FILE, WEIGHTS_FILE, HEADER_FILE, FACTORS_FILE, "README.md"]
+    files = [CONFIG_FILE, WEIGHTS_FILE, HEADER_FILE, FACTORS_FILE, CARD_FILE]
     wanted = [*files, *(f"basis/{name}" for name in (HEADER_FILE, FACTORS_FILE))]
     wanted += TOKENIZER_FILES if with_tokenizer else ()
     fetched: Path = hub_client().download(

@@ -15,9 +15,10 @@ from typing import Any
 from safetensors import SafetensorError
 
 from frozencore.errors import ArtifactError
+from frozencore.files.names import CONFIG_FILE, HEADER_FILE, MODEL_CONFIG
 from frozencore.text import one_line
 
-_MARKS = ("adapter_config.json", "config.json", "basis.json", "genai_config.json")
+_MARKS = (CONFIG_FILE, MODEL_CONFIG, HEADER_FILE, "genai_config.json")
 _RANDOM = 8 * "[0-9a-f]"  # as a pattern: the part of a temporary name that :func:`_temporary` draws
 
 

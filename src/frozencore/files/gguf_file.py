@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from frozencore.errors import ModelError
+from frozencore.files.names import MODEL_CONFIG
 
 _MAGIC = b"GGUF"
 
@@ -23,7 +24,7 @@ def find_gguf(model: str) -> Path | None:
     place = Path(model)
     if place.suffix.lower() == ".gguf" and not place.is_dir():
         return _checked(place)
-    if not place.is_dir() or (place / "config.json").exists():
+    if not place.is_dir() or (place / MODEL_CONFIG).exists():
         return None
     files = sorted(file for file in place.iterdir() if file.suffix.lower() == ".gguf")
     if len(files) > 1:

@@ -30,6 +30,7 @@ from frozencore.attributes import with_attributes
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.atomic_write import atomic_folder, remove_left, require_writable, write_json
 from frozencore.files.gguf_file import cache_folder
+from frozencore.files.names import MODEL_CONFIG, TOKENIZER_FILE
 from frozencore.text import one_line
 
 
@@ -44,13 +45,13 @@ def unpacked(file: Path) -> Path:
     about = file.stat()
     version = file, about.st_size, about.st_mtime_ns
     folder = cache_folder() / "gguf" / _digest(*version)[:16]
-    if (folder / "config.json").is_file():
+    if (folder / MODEL_CONFIG).is_file():
         return folder
     try:
         require_writable(folder.parent)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder.parent}.lock"):  # of several processes one unpacks
-            if not (folder / "config.json").is_file():
+            if not (folder / MODEL_CONFIG).is_file():
                 remove_left(folder.parent)
                 with atomic_folder(folder, overwrite=True) as new:
                     warnings.warn(
@@ -137,6 +138,6 @@ def _cut_digits(tokenizer: Any, contents: Any) -> None:
 
 def _keep_tokenizer(folder: Path) -> None:
     """Have ``tokenizer.json`` read as it is: classes of models, as Gemma's, replace parts of it by their own."""
-    file = folder / "tokenizer_config.json"
+    file = folder / TOKENIZER_FILE
     settings = json.loads(file.read_text(encoding="utf-8"))
     write_json(file, {**settings, "tokenizer_class": "PreTrainedTokenizerFast"})

@@ -9,6 +9,7 @@ from typing import Any
 from frozencore.errors import ModelError
 from frozencore.files.gguf_file import find_gguf
 from frozencore.files.lfs_pointer import lfs_pointer_in
+from frozencore.files.names import CONFIG_FILE
 from frozencore.text import one_line
 
 
@@ -46,9 +47,9 @@ def safe_loading(model: str, revision: str | None = None) -> dict[str, Any]:
         from frozencore.files.gguf_model import unpacked  # which imports transformers
 
         model = str(unpacked(file))
-    if (Path(model) / "adapter_config.json").is_file():
+    if (Path(model) / CONFIG_FILE).is_file():
         raise ModelError(
-            f"A model is loaded without any adapter, but {model} holds one (adapter_config.json), which transformers "
+            f"A model is loaded without any adapter, but {model} holds one ({CONFIG_FILE}), which transformers "
             "would add to it. Name its base model, or move the adapter into a folder of its own, or merge it."
         )
     only_here = Path(model).is_dir() or not _hub_has(model, revision)

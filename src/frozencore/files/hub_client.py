@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from frozencore.errors import ArtifactError, ConfigError
+from frozencore.files.names import MODEL_CONFIG
 from frozencore.text import one_line
 
 HUB_TIMEOUT_S = 10.0
@@ -102,7 +103,7 @@ def upload(folder: Path, repository: str) -> str:
 def is_cached(model: str, revision: str | None) -> bool:
     """Return whether the offline cache has a model."""
     with suppress(HFValidationError):  # not a possible name of a repository
-        return isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str)
+        return isinstance(try_to_load_from_cache(model, MODEL_CONFIG, revision=revision), str)
     return False
 
 

@@ -6,7 +6,7 @@ import re
 from unicodedata import category, normalize
 
 from frozencore.errors import ConfigError
-from frozencore.files.adapter_folder import BASIS, COMPRESSION_FILE, MANIFEST_FILE, RUN_FILE, UNFINISHED_FOLDER
+from frozencore.files.names import BASIS, COMPRESSION_FILE, MANIFEST_FILE, RUN_FILE, UNFINISHED_FOLDER
 from frozencore.text import one_line
 
 RESERVED = (BASIS, MANIFEST_FILE, RUN_FILE, COMPRESSION_FILE, UNFINISHED_FOLDER)

@@ -12,8 +12,8 @@ from frozencore.adapter.loaded_basis import save_basis
 from frozencore.calibration.calibrate import Calibration
 from frozencore.distributed import broadcast_from_rank0, raise_on_any_rank
 from frozencore.errors import ConfigError
-from frozencore.files.adapter_folder import ADAPTER, BASIS
 from frozencore.files.atomic_write import remove_left, require_writable
+from frozencore.files.names import ADAPTER, BASIS
 from frozencore.progress import Progress
 from frozencore.tune.adapt import own_share
 from frozencore.tune.adapters import add_adapter, save_adapter

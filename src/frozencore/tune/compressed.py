@@ -13,7 +13,8 @@ from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.swap import round_core, swap_core
 from frozencore.constructors import COMPRESSED
 from frozencore.errors import ConfigError, DivergenceError
-from frozencore.files.adapter_folder import ADAPTER, BASIS, find_adapter
+from frozencore.files.adapter_folder import find_adapter
+from frozencore.files.names import ADAPTER, BASIS
 from frozencore.files.tenant_names import require_tenant_name
 from frozencore.progress import Progress, as_stage
 from frozencore.tune.adapt import rate_for

@@ -28,9 +28,9 @@ from frozencore.adapter.folders import read_tensors
 from frozencore.adapter.layer import UncalibratedWarning
 from frozencore.adapter.low_rank_adapter import changes_base
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
-from frozencore.files.adapter_folder import ADAPTER
 from frozencore.files.atomic_write import require_writable, write_json, write_lines
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
+from frozencore.files.names import ADAPTER
 from frozencore.progress import Progress, as_stage
 from frozencore.text import num_of, one_line
 from frozencore.tune.config_parts import RowsConfig

@@ -14,8 +14,9 @@ from pathlib import Path
 import yaml
 
 from frozencore.errors import ArtifactError, FrozenCoreError, TrainingError
-from frozencore.files.adapter_folder import ADAPTER, BASIS, HASHES, RUN_FILE, has_begun
+from frozencore.files.adapter_folder import has_begun
 from frozencore.files.atomic_write import remove_left, require_writable, write_json, write_text
+from frozencore.files.names import ADAPTER, BASIS, HASHES, RUN_FILE
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.text import flag_of
 from frozencore.tune.config import PLACES, RunConfig, as_flags, run_options

@@ -8,9 +8,10 @@ from pathlib import Path
 from unicodedata import normalize
 
 from frozencore.errors import ConfigError, DataError, ModelError
-from frozencore.files.adapter_folder import MODEL_CONFIG, require_header
+from frozencore.files.adapter_folder import require_header
 from frozencore.files.gguf_file import cache_folder, find_gguf
 from frozencore.files.hub import is_hub_id, safe_loading
+from frozencore.files.names import MODEL_CONFIG
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.files.tenant_names import RESERVED, name_on_disk, require_tenant_name
 from frozencore.text import nearest_name

@@ -10,7 +10,7 @@ from typing import Any
 from frozencore.adapter.basis import read_header
 from frozencore.adapter.core import Core
 from frozencore.distributed import num_ranks
-from frozencore.files.adapter_folder import ADAPTER
+from frozencore.files.names import ADAPTER
 from frozencore.tune.accuracy import accuracy_in_words
 from frozencore.tune.adapt import Adapted
 from frozencore.tune.calibration_record import CalibrationSummary

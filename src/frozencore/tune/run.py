@@ -19,9 +19,9 @@ from frozencore.adapter.loaded_basis import basis_id
 from frozencore.adapter.swap import get_core, round_core, swap_core
 from frozencore.distributed import broadcast_from_rank0, num_ranks, own_rank, raise_on_any_rank
 from frozencore.errors import DivergenceError, ModelError
-from frozencore.files.adapter_folder import ADAPTER
 from frozencore.files.atomic_write import write_json, write_lines, write_text
 from frozencore.files.fingerprint import fingerprint_tensors, fingerprints_of
+from frozencore.files.names import ADAPTER
 from frozencore.options import fingerprint_options
 from frozencore.progress import Progress, as_stage
 from frozencore.tune.adapt import (

@@ -17,6 +17,7 @@ from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.gguf_file import find_gguf
 from frozencore.files.gguf_model import unpack
+from frozencore.files.names import CARD_FILE
 from frozencore.quiet import ignore_known_warnings
 from frozencore.text import bytes_in_words, one_line
 from frozencore.tune.load import quiet_loading
@@ -58,7 +59,7 @@ def make_smollm2(given: Path | None = None) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder(folder, overwrite=True) as new:
             unpack(find_gguf(str(file)) or file, new)  # the first says if the package gguf is missing
-            (new / "README.md").write_text(_CARD, encoding="utf-8")
+            (new / CARD_FILE).write_text(_CARD, encoding="utf-8")
     return folder
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from frozencore.calibration.batches import stated_ids
 from frozencore.errors import FrozenCoreError
-from frozencore.files.adapter_folder import TOKENIZER_FILE
 from frozencore.files.atomic_write import write_json
+from frozencore.files.names import TOKENIZER_FILE
 from frozencore.tune.load import load_tokenizer
 from frozencore.tune.rows.prompts import PromptEncoder
 

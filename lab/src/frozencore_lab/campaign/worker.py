@@ -12,7 +12,7 @@ from typing import TextIO
 
 from frozencore.device import is_out_of_memory
 from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
-from frozencore.files.adapter_folder import ADAPTER
+from frozencore.files.names import ADAPTER
 from frozencore.progress import Progress
 from frozencore.text import one_line
 from frozencore.tune.config_parts import ModelConfig

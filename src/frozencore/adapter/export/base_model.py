@@ -22,9 +22,9 @@ from frozencore.adapter.card import CLASS_OF_TASK
 from frozencore.adapter.layer import is_linear, layer_shape
 from frozencore.adapter.named_layers import is_end_of
 from frozencore.errors import ArtifactError, ConfigError, ModelError
-from frozencore.files.adapter_folder import TOKENIZER_FILE
 from frozencore.files.gguf_file import full_name
 from frozencore.files.hub import begins_as_path, safe_loading, why_unreadable
+from frozencore.files.names import TOKENIZER_FILE
 from frozencore.files.tokenizer import read_tokenizer
 from frozencore.unwrapped_model import base_of
 

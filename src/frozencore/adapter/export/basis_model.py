@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM
 import frozencore_basis_model
 from frozencore.adapter.base_record import require_same_weights, samples_of
 from frozencore.adapter.basis import Basis, require_same_id, require_set
-from frozencore.adapter.card import CARD_FILE
 from frozencore.adapter.core import BASE
 from frozencore.adapter.export.base_model import base_name, layers_of, load_base_model, save_tokenizer
 from frozencore.adapter.export.lora import (
@@ -36,9 +35,9 @@ from frozencore.adapter.export.lora import (
 )
 from frozencore.adapter.folders import read_basis
 from frozencore.errors import ArtifactError, ModelError
-from frozencore.files.adapter_folder import CONFIG_FILE, MODEL_CONFIG, WEIGHTS_FILE
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.hub import safe_loading
+from frozencore.files.names import CARD_FILE, CONFIG_FILE, MODEL_CONFIG, WEIGHTS_FILE
 from frozencore.text import one_line
 from frozencore_basis_model import ENTRY, MODEL_TYPE, config_class
 

@@ -32,8 +32,8 @@ from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.loaded_adapter import LoadedAdapter
 from frozencore.adapter.named_layers import last_part
 from frozencore.errors import ArtifactError, ConfigError, ModelError
-from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.files.atomic_write import atomic_folder
+from frozencore.files.names import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.maths.basis import LayerBasis, known_basis
 
 PACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

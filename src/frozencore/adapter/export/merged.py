@@ -15,9 +15,9 @@ from frozencore.adapter.export.base_model import base_name, load_base_model, sav
 from frozencore.adapter.folders import SavedAdapter, read_adapter
 from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.errors import FrozenCoreError, ModelError
-from frozencore.files.adapter_folder import TOKENIZER_FILE
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.hub import safe_loading
+from frozencore.files.names import TOKENIZER_FILE
 from frozencore.maths.quantise import LOST_TO_ROUNDING
 from frozencore.text import one_line
 

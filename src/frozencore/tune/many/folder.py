@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.errors import ArtifactError, TrainingError
-from frozencore.files.adapter_folder import ADAPTER, CONFIG_FILE, HASHES, UNFINISHED_FOLDER, WEIGHTS_FILE
 from frozencore.files.atomic_write import require_writable
+from frozencore.files.names import ADAPTER, CONFIG_FILE, HASHES, UNFINISHED_FOLDER, WEIGHTS_FILE
 from frozencore.text import num_of, one_line
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import FAILURE, HASHED, RECORD, locked, record_of_run

@@ -23,9 +23,9 @@ from frozencore.adapter.loaded_basis import basis_id, save_basis
 from frozencore.adapter.swap import swap_core
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.errors import ArtifactError, FrozenCoreError
-from frozencore.files.adapter_folder import ADAPTER, BASIS, MANIFEST_FILE, RUN_FILE, UNFINISHED_FOLDER
 from frozencore.files.atomic_write import atomic_folder, remove_left, write_json, write_text
 from frozencore.files.fingerprint import fingerprint_tensors, fingerprints_of
+from frozencore.files.names import ADAPTER, BASIS, MANIFEST_FILE, RUN_FILE, UNFINISHED_FOLDER
 from frozencore.progress import Progress, as_stage
 from frozencore.text import one_line
 from frozencore.tune.adapt import Adapted, adapt, starting_core, undone_by_rounding, with_rate
