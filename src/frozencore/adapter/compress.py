@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -151,23 +150,13 @@ def compress_adapters(
         raise ConfigError(f"A basis has a rank of 1 or more, but {rank} was given.")
     ready(sources.keys())
     equal = _equal_ones(sources)
-    found, cores, energies, spectra = _decomposed(sources, shapes, rank, equal, progress)
-    config = _config_of(sources, found, base)
+    found = _decomposed(sources, shapes, rank, equal, progress)
+    config = _config_of(sources, found.bases, base)
     bits = bits or default_bits(config.r)
-    scaled = {layer: replace(basis, scale=config.scale_of(layer)) for layer, basis in found.items()}
-    record = record_of_base(sources.values(), {layer: shapes[layer] for layer in found}, base)
+    scaled = {layer: replace(basis, scale=config.scale_of(layer)) for layer, basis in found.bases.items()}
+    record = record_of_base(sources.values(), {layer: shapes[layer] for layer in found.bases}, base)
     shared = config.make_basis(scaled, base=record)
-    of_name: dict[str, Core] = {}
-    unrounded = fmean(_kept(by_layer).share for by_layer in energies.values())
-    for name, of_layers in cores.items():
-        exact = {layer: R / config.scale_of(layer) for layer, R in of_layers.items()}
-        of_name[name] = Core.of(shared.id, exact).in_bits(bits, shared.ranks)
-        for layer, R in of_name[name].by_layer(shared.ranks).items():
-            lost = float((R - exact[layer]).double().square().sum()) * config.scale_of(layer) ** 2
-            if lost and layer in energies[name]:
-                inside, whole = energies[name][layer]
-                energies[name][layer] = inside - lost, whole
-    kept = {name: _kept(by_layer) for name, by_layer in energies.items()}
+    cores, kept = _rounded(found, config, shared, bits)
     shares = [one.share for one in kept.values()]
     with atomic_folder(out, overwrite=None) as aside:
         made_of = (
@@ -175,13 +164,14 @@ def compress_adapters(
             f"({min(shares):.0%} to {max(shares):.0%})"
         )
         replace(shared, calibrated_on=made_of).write(aside / BASIS)
-        for name, core in of_name.items():
+        for name, core in cores.items():
             _write_core(aside, out, name, core, config, sources[name])
         alone = [
             CutAlone(list(by_layer.values()), [sum(shapes[layer]) for layer in by_layer])
-            for by_layer in spectra.values()
+            for by_layer in found.spectra.values()
         ]
-        sizes = _sizes_in(aside, sources, alone, found, (fmean(shares), unrounded), bits)
+        unrounded = fmean(_kept(by_layer).share for by_layer in found.energies.values())
+        sizes = _sizes_in(aside, sources, alone, found.bases, (fmean(shares), unrounded), bits)
         content = {
             name: {
                 "from": source.place, "kept": kept[name].share, "layers": kept[name].layers,
@@ -195,10 +185,11 @@ def compress_adapters(
         }  # fmt: skip
         write_json(aside / COMPRESSION_FILE, about)
     names = other_names(sources.values(), base)
-    return CompressedAdapters(out, shared.id, config.r, bits, len(found), kept, sizes, equal, skipped, names)
+    return CompressedAdapters(out, shared.id, config.r, bits, len(found.bases), kept, sizes, equal, skipped, names)
 
 
-class _Decomposed(NamedTuple):
+@dataclass(frozen=True)
+class _Decomposed:
     """The updates of all adapters on the basis of each layer: all but the basis by adapter, then by layer.
 
     Attributes:
@@ -242,6 +233,24 @@ def _decomposed(
                     found.spectra[name][layer] = singular_energies(*update)
         progress("compress", number, len(shapes), layer)
     return found
+
+
+def _rounded(
+    found: _Decomposed, config: FrozenCoreConfig, shared: Basis, bits: int
+) -> tuple[dict[str, Core], dict[str, Kept]]:
+    """The cores in the bits of a saved value, and what they keep then."""
+    cores, kept = dict[str, Core](), dict[str, Kept]()
+    for name, of_layers in found.cores.items():
+        exact = {layer: R / config.scale_of(layer) for layer, R in of_layers.items()}
+        cores[name] = Core.of(shared.id, exact).in_bits(bits, shared.ranks)
+        energies = dict(found.energies[name])
+        for layer, R in cores[name].by_layer(shared.ranks).items():
+            lost = float((R - exact[layer]).double().square().sum()) * config.scale_of(layer) ** 2
+            if lost and layer in energies:
+                inside, whole = energies[layer]
+                energies[layer] = inside - lost, whole
+        kept[name] = _kept(energies)
+    return cores, kept
 
 
 def _equal_ones(sources: Mapping[str, LowRankAdapter]) -> dict[str, str]:
