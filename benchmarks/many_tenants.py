@@ -29,8 +29,10 @@ from frozencore.progress import no_progress
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.cost import process_peak_bytes
-from frozencore.tune.many import run as many
+from frozencore.tune.many.finisher import Finisher
+from frozencore.tune.many.run import execute_many
 from frozencore.tune.provenance import Provenance
+from frozencore.tune.record import TunedRecord
 from harness import load_average, parser_of, results_file, table
 
 ROWS, CALIBRATED = 8, 10
@@ -76,19 +78,19 @@ class Clock:
 
 def measure(model: str, steps: int, tenants: Path, basis: Path, out: Path) -> dict[str, Any]:
     """Train all tenants of a folder at once, in this process."""
-    clock, finish, num_tenants = Clock(), many.Finisher.__call__, len(list(tenants.iterdir()))
+    clock, finish, num_tenants = Clock(), Finisher.__call__, len(list(tenants.iterdir()))
 
-    def timed(finisher: many.Finisher, ended: Mapping[str, Any]) -> None:
+    def timed(finisher: Finisher, ended: Mapping[str, Any]) -> None:
         clock.enter("writing")
         finish(finisher, ended)
         clock.enter("training")
 
-    many.Finisher.__call__ = timed
+    Finisher.__call__ = timed
     started = time.perf_counter()
     config = config_of(model, tenants, basis=str(basis), epochs=steps)
-    outcomes = many.execute_many(config, out, clock.progress, num_slots=num_tenants)
+    outcomes = execute_many(config, out, clock.progress, num_slots=num_tenants)
     clock.enter("start")
-    records = [outcome for outcome in outcomes.values() if isinstance(outcome, many.TunedRecord)]
+    records = [outcome for outcome in outcomes.values() if isinstance(outcome, TunedRecord)]
     return {
         "model": model,
         "tenants": num_tenants,

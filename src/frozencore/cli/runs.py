@@ -20,7 +20,8 @@ from frozencore.text import bytes_in_words, num_of
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import FIGURE, RECORD, SAMPLES
-from frozencore.tune.many.run import TenantOutcome, execute_many
+from frozencore.tune.many.finisher import TenantOutcome
+from frozencore.tune.many.run import execute_many
 from frozencore.tune.process_group import process_group
 from frozencore.tune.processes import is_first, num_started, own_number
 from frozencore.tune.record import Failure, TunedRecord

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from frozencore.progress import no_progress
-from frozencore.tune.many.run import TenantOutcome, execute_many
+from frozencore.tune.many.finisher import TenantOutcome
+from frozencore.tune.many.run import execute_many
 from input_files import write_rows
 from small_runs import SIZES, config_of
 

@@ -28,8 +28,8 @@ from frozencore.tune.adapt import Precomputed
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import make_config
 from frozencore.tune.locate import find_tenants
-from frozencore.tune.many import run as run_module
-from frozencore.tune.many.run import TenantOutcome, execute_many
+from frozencore.tune.many.finisher import TenantOutcome
+from frozencore.tune.many.run import execute_many
 from frozencore.tune.many.tenant_rows import read_tenants, tenants_of
 from frozencore.tune.many.unfinished import Unfinished
 from frozencore.tune.pocket import pocket_model_path
@@ -274,7 +274,7 @@ def test_a_run_that_was_killed_while_it_saved_its_basis_is_resumed(
 ) -> None:
     config, out = config_of(tenants, select_checkpoint="epoch"), tmp_path / "cut"
     with monkeypatch.context() as patched:
-        patched.setattr(run_module, "save_basis", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr("frozencore.tune.many.basis.save_basis", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             execute_many(config, out, no_progress)
     assert (out / "run.yaml").read_bytes() == (finished / "run.yaml").read_bytes()

@@ -15,7 +15,7 @@ import torch.distributed
 from forked import Ended, as_ranks, command, ended
 from frozencore.distributed import assign_owners
 from frozencore.tune.many import tenant_rows as shares
-from frozencore.tune.many.run import TenantOutcome
+from frozencore.tune.many.finisher import TenantOutcome
 from frozencore.tune.pocket import pocket_model_path
 from small_runs import SIZES, cores_in, difference
 

@@ -16,7 +16,8 @@ from frozencore.cli.run_screen import of_start
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.progress import no_progress
 from frozencore.tune.config import RunConfig, make_config
-from frozencore.tune.many.run import TenantOutcome, execute_many
+from frozencore.tune.many.finisher import TenantOutcome
+from frozencore.tune.many.run import execute_many
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run import execute, recipe_of
 from frozencore.tune.training.train import train
