@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -339,6 +339,11 @@ def core_with(model: nn.Module, cores: dict[str, Tensor]) -> Core:
 
 def all_equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Equal names, and equal values bit by bit."""
+    return one.keys() == other.keys() and all(torch.equal(X, other[name]) for name, X in one.items())
 
 
 def train_at_random(model: nn.Module, adapter_name: str = "default", size: float = 0.5, seed: int = 0) -> None:

@@ -40,6 +40,7 @@ from tiny import (
     logits,
     refuse_by_device,
     refuse_by_machine,
+    same_tensors,
     tiny_gpt2,
     tiny_qwen2,
 )
@@ -274,7 +275,7 @@ def test_a_calibration_that_ends_early_changes_nothing(error: type[BaseException
     with pytest.raises(error, match="in the middle"):
         calibrate(model, batches_of(EXAMPLES, 3), progress=end, reset=True)
     assert vars(model.peft_config["default"]) == vars(config)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert same_tensors(model.state_dict(), before)
     assert torch.equal(logits(model), expected)
     assert all(module.training for module in model.modules())
 
@@ -376,11 +377,6 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     return make
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
-
-
 def bases_of(data: Iterable[Any], constructor: str = "fcca", **options: Any) -> dict[str, Tensor]:
     model = adapted(constructor, calibrated=False)
     with warnings.catch_warnings(action="ignore"):
@@ -393,7 +389,7 @@ def bases_of(data: Iterable[Any], constructor: str = "fcca", **options: Any) -> 
 def test_smaller_groups_give_the_same_bytes(constructor: str, refuse: Callable[[], None], room: Callable) -> None:
     expected = bases_of(BATCHES, constructor)
     tried = room(3, refuse)
-    assert_equal(bases_of(iter(BATCHES), constructor), expected)  # data that come but once
+    assert same_tensors(bases_of(iter(BATCHES), constructor), expected)  # data that come but once
     assert tried == [8, 4, 2]
 
 
@@ -407,7 +403,7 @@ def test_memory_that_runs_out_over_a_basis_is_the_same(monkeypatch: pytest.Monke
         return build(*words)
 
     monkeypatch.setattr(calibration, "build_basis", refuse_the_fifth)
-    assert_equal(bases_of(BATCHES), expected)
+    assert same_tensors(bases_of(BATCHES), expected)
     assert len(refused) == 5 + NUM_LAYERS
 
 
@@ -429,7 +425,7 @@ def test_no_room_for_one_layer_is_one_line_and_changes_nothing(room: Callable) -
     with warnings.catch_warnings(action="ignore"), refused as caught:
         calibrate(model, BATCHES, progress=False, reset=True)
     assert "\n" not in str(caught.value)
-    assert_equal(dict(model.state_dict()), before)
+    assert same_tensors(model.state_dict(), before)
     assert not any(module._forward_hooks for module in model.modules())
 
 

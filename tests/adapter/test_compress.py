@@ -562,6 +562,16 @@ def test_two_revisions_of_a_model_are_two_models(base: Path, tmp_path: Path) -> 
     assert PeftConfig.from_pretrained(tmp_path / "later/anna/adapter").revision == "step9000"
 
 
+def renamed(rename: Callable[[str], str]) -> Callable[[Path, Path], object]:
+    def change(_: object, tensors: dict[str, Tensor]) -> None:
+        found = {rename(key): X for key, X in tensors.items()}
+        assert found.keys() != tensors.keys()
+        tensors.clear()
+        tensors.update(found)
+
+    return changed(change)
+
+
 WRAPPED = {
     "compile": lambda key: key.replace("layers.1.", "layers.1._orig_mod."),
     "checkpointing": lambda key: key.replace(".self_attn", "._checkpoint_wrapped_module.self_attn"),
@@ -571,14 +581,8 @@ WRAPPED = {
 
 @pytest.mark.parametrize("wrapper", WRAPPED)
 def test_a_lora_of_a_wrapped_model_has_the_layers_of_the_plain_one(wrapper: str, base: Path, tmp_path: Path) -> None:
-    def renamed(_: object, tensors: dict[str, Tensor]) -> None:
-        found = {WRAPPED[wrapper](key): X for key, X in tensors.items()}
-        assert found.keys() != tensors.keys()
-        tensors.clear()
-        tensors.update(found)
-
     write(base, tmp_path / "plain")
-    changed(renamed)(base, tmp_path / "wrapped")
+    renamed(WRAPPED[wrapper])(base, tmp_path / "wrapped")
     both = {name: tmp_path / name for name in ("plain", "wrapped")}
     done = compress_adapters(both, tmp_path / "shop", rank=2)
     assert all(kept.share == pytest.approx(1.0, abs=1e-6) for kept in done.kept.values())
@@ -601,13 +605,8 @@ def test_adapters_of_a_part_of_the_model_are_not_mixed_with_those_of_all_of_it(b
 
 
 def test_layers_of_another_class_of_the_model_are_refused_with_both_names(base: Path, tmp_path: Path) -> None:
-    def renamed(_: object, tensors: dict[str, Tensor]) -> None:
-        found = {key.replace("model.layers", "model.language_model.layers"): X for key, X in tensors.items()}
-        tensors.clear()
-        tensors.update(found)
-
     write(base, tmp_path / "plain")
-    changed(renamed)(base, tmp_path / "other")
+    renamed(lambda key: key.replace("model.layers", "model.language_model.layers"))(base, tmp_path / "other")
     both = {name: tmp_path / name for name in ("plain", "other")}
     for same_base in (False, True):
         with pytest.raises(ArtifactError, match=r"in model.language_model.layers, where .* in model.layers\."):
@@ -620,12 +619,7 @@ def test_layers_of_another_class_of_the_model_are_refused_with_both_names(base: 
 def test_layers_that_no_class_of_the_named_model_has_are_refused_without_the_model(
     part: str, base: Path, tmp_path: Path
 ) -> None:
-    def renamed(_: object, tensors: dict[str, Tensor]) -> None:
-        found = {key.replace("model.layers", f"{part}.layers"): X for key, X in tensors.items()}
-        tensors.clear()
-        tensors.update(found)
-
-    changed(renamed)(base, tmp_path / "anna")
+    renamed(lambda key: key.replace("model.layers", f"{part}.layers"))(base, tmp_path / "anna")
     with pytest.raises(ArtifactError, match=f"'{part}.layers.0.* in the base model"):
         compress_adapters({"anna": tmp_path / "anna"}, tmp_path / "shop", rank=2)
 

@@ -33,6 +33,7 @@ from tiny import (
     batch_of,
     cores_of,
     logits,
+    same_tensors,
     tiny_gpt2,
     tiny_llama,
     tiny_qwen2,
@@ -169,7 +170,7 @@ def test_autocast_does_not_round_an_update_that_is_merged(inside: str) -> None:
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
     with torch.autocast("cpu", torch.bfloat16, enabled=inside == "unmerge"):
         model.unmerge_adapter()
-    assert all(torch.equal(X, before[name]) for name, X in model.state_dict().items())
+    assert same_tensors(model.state_dict(), before)
 
 
 def test_a_merged_weight_that_is_cast_is_restored() -> None:

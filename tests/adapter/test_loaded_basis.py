@@ -30,7 +30,7 @@ from frozencore import (
     swap_core,
 )
 from frozencore.errors import ArtifactError
-from tiny import BATCHES, adapted, all_equal, cores_of, factors_of, logits, tiny_qwen2, train_at_random
+from tiny import BATCHES, adapted, all_equal, cores_of, factors_of, logits, same_tensors, tiny_qwen2, train_at_random
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -96,8 +96,7 @@ def test_a_saved_basis_is_what_get_basis_gives_and_its_id_is_of_p_q_scales_and_b
 ) -> None:
     basis, held = load_basis(tmp_path / "basis"), get_basis(model)
     assert held.id == basis.id
-    assert basis.tensors.keys() == held.tensors.keys()
-    assert all(torch.equal(basis.tensors[name], held.tensors[name]) for name in held.tensors)
+    assert same_tensors(basis.tensors, held.tensors)
     assert set(basis.scales.values()) == {2.0}
     assert basis.calibrated_on == f"{model.peft_config['default'].calibration_tokens} tokens"
     assert save_basis(adapted("fcca", alpha=6.0), tmp_path / "again") == basis.id
@@ -245,7 +244,7 @@ def test_cores_are_refused_on_another_basis(model: PeftModel, saved: Path, tmp_p
             with pytest.raises(ArtifactError, match="basis"):
                 take(other, state)
     assert len(bank) == 0
-    assert all(torch.equal(X, before[name]) for name, X in other.state_dict().items())
+    assert same_tensors(other.state_dict(), before)
 
 
 def test_cores_are_taken_on_their_own_basis(model: PeftModel, tmp_path: Path) -> None:

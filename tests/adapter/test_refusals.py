@@ -45,7 +45,7 @@ from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError, FrozenCoreError, ModelError
 from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.maths.moments import LayerMoments
-from tiny import BATCHES, adapted, attention_names, cores_of, tiny_llama, tiny_qwen2, train_at_random
+from tiny import BATCHES, adapted, attention_names, cores_of, same_tensors, tiny_llama, tiny_qwen2, train_at_random
 
 Q, LAST = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.o_proj"
 Refusal = tuple[Callable[["Room"], object], type[FrozenCoreError], str]
@@ -481,4 +481,4 @@ def test_a_refusal_names_its_reason_and_changes_nothing(
     assert list(room.model.peft_config) == adapters
     for state, model in zip(before, (room.model, *shared), strict=True):
         if "What was prepared" not in message:  # there the adapter was given another basis first
-            assert all(torch.equal(value, state[name]) for name, value in snapshot(model).items())
+            assert same_tensors(snapshot(model), state)

@@ -52,7 +52,18 @@ from frozencore.adapter.layer import UncalibratedWarning
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.maths.basis import LayerBasis
 from frozencore.tune.evaluate import BaseWithAdapter
-from tiny import BATCHES, adapted, all_equal, cores_of, factors_of, logits, set_values, tiny_qwen2, train_at_random
+from tiny import (
+    BATCHES,
+    adapted,
+    all_equal,
+    cores_of,
+    factors_of,
+    logits,
+    same_tensors,
+    set_values,
+    tiny_qwen2,
+    train_at_random,
+)
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -263,8 +274,7 @@ def test_a_saved_adapter_on_the_head_is_exported_summed_and_swapped_as_the_one_i
     for source, name in ((model, "of the model"), (tmp_path / "saved", "of the folder")):
         export_lora(source, tmp_path / name, base=tiny_qwen2() if name == "of the folder" else None)
     ours, theirs = (load_file(tmp_path / f"of the {name}" / WEIGHTS) for name in ("model", "folder"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert same_tensors(ours, theirs)
     merge_adapters([tmp_path / "saved"] * 2, tmp_path / "mean")
     assert torch.equal(logits(PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "mean")).eval()), expected)
     train_at_random(model, seed=9)

@@ -25,7 +25,7 @@ from frozencore.calibration.batches import (
 )
 from frozencore.errors import DataError
 from frozencore.tune.pocket import pocket_model_path
-from tiny import EXAMPLES, Stream, adapted, batch_of, batches_of, draw_examples
+from tiny import EXAMPLES, Stream, adapted, batch_of, batches_of, draw_examples, same_tensors
 
 ROWS = [
     {"input_ids": list(e.ids), "labels": [-100] * e.num_prompt + list(e.ids[e.num_prompt :]), "text": "raw"}
@@ -58,11 +58,6 @@ def calibrated(data: Any, **options: Any) -> dict[str, torch.Tensor]:
     return get_basis(model).tensors
 
 
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(X, other[key]) for key, X in one.items())
-
-
 @pytest.fixture(scope="module")
 def expected() -> dict[str, torch.Tensor]:
     return calibrated(batches_of(EXAMPLES, 4))
@@ -90,7 +85,7 @@ FORMS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_the_same_examples_gives_the_same_bases(form: str, expected: dict[str, torch.Tensor]) -> None:
     data, options = FORMS[form]()
-    assert_equal(calibrated(data, **options), expected)
+    assert same_tensors(calibrated(data, **options), expected)
 
 
 @pytest.mark.parametrize("num_examples", [None, 4])

@@ -28,7 +28,7 @@ from frozencore.calibration.hooks import CalibrationPass
 from frozencore.errors import CalibrationError, RankError
 from frozencore.maths.linalg import principal_cosines
 from frozencore.maths.moments import LayerMoments
-from tiny import Example, batches_of, draw_examples, tiny_qwen2
+from tiny import Example, batches_of, draw_examples, same_tensors, tiny_qwen2
 
 EXAMPLES = draw_examples(num_examples=12, seed=5)
 CONSTRUCTORS = ("fcca", "rawgrad", "signgrad", "filora", "eva", "lora_xs", "random")
@@ -220,9 +220,7 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
 def test_all_ranks_hold_the_same_bytes(constructor: str, reports: list[dict[str, Any]]) -> None:
     first, *others = (report[constructor] for report in reports)
-    for other in others:
-        assert first.keys() == other.keys()
-        assert all(torch.equal(first[name], other[name]) for name in first)
+    assert all(same_tensors(first, other) for other in others)
     tokens = [report[f"{constructor} tokens"] for report in reports]
     assert all(count == tokens[0] for count in tokens)
 
@@ -257,9 +255,7 @@ def test_a_step_together_is_a_step_on_the_whole_batch(how: str, reports: list[di
 
 def test_an_fsdp2_model_is_saved_whole(reports: list[dict[str, Any]]) -> None:
     for saved, wanted in (("fsdp saved", reports[0]["fsdp step"]), ("fsdp bases", bases_only(reports[0]["fcca"]))):
-        found = reports[0][saved]
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+        assert same_tensors(reports[0][saved], wanted)
 
 
 def test_the_bases_are_not_broadcast_at_every_step(reports: list[dict[str, Any]]) -> None:
@@ -282,9 +278,7 @@ def test_a_rank_without_room_makes_all_go_on_in_smaller_groups_to_the_same_bytes
     lacking: str, reports: list[dict[str, Any]]
 ) -> None:
     expected = bases_only(reports[0]["fcca"])
-    for report in reports:
-        assert report[lacking].keys() == expected.keys()
-        assert all(torch.equal(value, expected[name]) for name, value in report[lacking].items())
+    assert all(same_tensors(report[lacking], expected) for report in reports)
 
 
 def test_reduced_sums_are_where_they_were_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from frozencore import FrozenCoreConfig, export_lora, export_merged
-from tiny import BATCHES, adapted, logits, tiny_gpt2, tiny_llama, tiny_qwen2, train_at_random
+from tiny import BATCHES, adapted, logits, same_tensors, tiny_gpt2, tiny_llama, tiny_qwen2, train_at_random
 
 STOCK = """
 import json, sys, warnings
@@ -203,9 +203,7 @@ def test_a_saved_folder_exports_to_the_same_tensors_as_the_model(name: str, tmp_
         found = export_lora(tmp_path / "saved", tmp_path / kind, base=base)
         assert (found.rank, set(found.layers)) == (from_model.rank, set(from_model.layers))
         assert set(found.zero_layers) == set(from_model.zero_layers)
-        tensors = load_file(tmp_path / kind / "adapter_model.safetensors")
-        assert tensors.keys() == expected.keys()
-        assert all(torch.equal(tensor, expected[key]) for key, tensor in tensors.items())
+        assert same_tensors(load_file(tmp_path / kind / "adapter_model.safetensors"), expected)
 
 
 def test_conv1d_and_linear_targets_in_one_adapter_work(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from fake_vllm import MODULES, REGISTRY, Registry, ServingModels, frozencore_vllm
 from frozencore import basis_id, export_basis_model, export_tenant, save_basis, tenant_weights
 from frozencore.adapter.folders import read_adapter
-from tiny import adapted, cores_of, tiny_qwen2, train_at_random
+from tiny import adapted, cores_of, same_tensors, tiny_qwen2, train_at_random
 
 Tenants = frozencore_vllm.Tenants
 WEIGHTS = "adapter_model.safetensors"
@@ -62,9 +62,7 @@ def test_a_tenant_of_any_bits_is_the_lora_that_export_writes(
     adapter = shop.write("anna", seed=1, bits=bits)
     export_tenant(adapter, tmp_path / "exported", basis_model=shop.model)
     name, version = tenants.find(str(shop.model), "anna")
-    found, expected = load_file(version.folder / WEIGHTS), load_file(tmp_path / "exported" / WEIGHTS)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in found)
+    assert same_tensors(load_file(version.folder / WEIGHTS), load_file(tmp_path / "exported" / WEIGHTS))
     configs = [
         json.loads((place / "adapter_config.json").read_text()) for place in (version.folder, tmp_path / "exported")
     ]

@@ -19,7 +19,7 @@ from frozencore.tune.training.callbacks import Selection
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from small_runs import DIVERGES, difference
-from tiny import adapted, cores_of, draw_rows, tiny_gpt2, tiny_qwen2, train_at_random
+from tiny import adapted, cores_of, draw_rows, same_tensors, tiny_gpt2, tiny_qwen2, train_at_random
 
 CPU_TOKENS = "frozencore.tune.rows.token_batches.CPU_TOKENS"  # of one pass
 RECIPE = Recipe(learning_rate=2e-2, warmup=0.2, epochs=2, batch_size=2, accumulation=2)
@@ -87,7 +87,7 @@ def test_each_tenant_starts_from_the_core_of_the_adapter_which_stays() -> None:
     model, expected = adapted(trained=True), adapted(trained=True)
     before = cores_by_name(model)
     trained = trained_at_once(model, TWO, num_slots=2)
-    assert all(torch.equal(R, before[name]) for name, R in cores_by_name(model).items())
+    assert same_tensors(cores_by_name(model), before)
     cores, _ = alone(expected, TENANTS["anna"])
     assert difference(cores_of_one(trained["anna"]), cores) < 1e-5
 

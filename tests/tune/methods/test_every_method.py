@@ -21,7 +21,7 @@ from frozencore.tune.methods import METHODS, MethodConfig, find_method
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from tiny import ATTENTION, BATCHES, VOCABULARY, draw_rows, tiny_qwen2
+from tiny import ATTENTION, BATCHES, VOCABULARY, draw_rows, same_tensors, tiny_qwen2
 
 EVERY = pytest.mark.parametrize("name", METHODS)
 OPTIONS = MethodConfig(r=3, target_modules=ATTENTION, seed=1)
@@ -98,7 +98,7 @@ def test_untrained_it_is_the_base_model_and_trained_it_reloads_on_it(name: str, 
     reloaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
     torch.testing.assert_close(logits(reloaded), trained, atol=1e-5, rtol=1e-4)
     bare = unload_adapter(reloaded).state_dict()
-    assert all(torch.equal(bare[key], value) for key, value in original.items())
+    assert same_tensors(bare, original)
 
 
 def test_no_space_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_the_same_seed_gives_the_same_values_and_leaves_the_global_state_alone(n
     before = torch.get_rng_state()
     first, again = (add_adapter(METHODS[name], tiny_qwen2(), OPTIONS).state_dict() for _ in range(2))
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert same_tensors(first, again)
 
 
 def test_targets_that_are_not_there_are_one_line() -> None:

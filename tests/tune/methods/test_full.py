@@ -23,7 +23,7 @@ from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from tiny import ATTENTION, VOCABULARY, draw_rows, tiny_llama, tiny_qwen2
+from tiny import ATTENTION, VOCABULARY, draw_rows, same_tensors, tiny_llama, tiny_qwen2
 
 ROWS = draw_rows(8, seed=5)
 RECIPE = Recipe(learning_rate=1e-3, warmup=0.03, epochs=4, batch_size=2, accumulation=1)
@@ -92,7 +92,7 @@ def test_trained_it_reloads_on_the_original_base_which_comes_out_as_it_went_in(k
     torch.testing.assert_close(logits(PeftModel.from_pretrained(MODELS[kind](), tmp_path / "adapter")), trained)
     bare = unload_adapter(model)
     assert (trained - logits(bare)).abs().max() > 1e-2
-    assert all(torch.equal(bare.state_dict()[key], value) for key, value in original.items())
+    assert same_tensors(bare.state_dict(), original)
     assert (kind != "untied") == (bare.get_output_embeddings().weight is bare.get_input_embeddings().weight)
 
 

@@ -27,7 +27,7 @@ from frozencore.tune.training import train as training
 from frozencore.tune.training.callbacks import Every, Selection
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train
-from tiny import adapted, draw_rows, tiny_qwen2
+from tiny import adapted, draw_rows, same_tensors, tiny_qwen2
 
 ROWS = draw_rows(20, seed=5)
 VALIDATION = draw_rows(6, seed=8)
@@ -42,10 +42,6 @@ class StoppedError(Exception):
 
 def values(model: nn.Module) -> Values:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def same(a: Values, b: Values) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 class Scripted:
@@ -111,8 +107,8 @@ def undisturbed() -> Callable[[Every], tuple[TrainingReport, Values]]:
 def test_the_values_of_the_best_scored_step_are_kept(scores: tuple[tuple[float, float | None], ...], kept: int) -> None:
     scorer = Scripted(*scores)
     report, model = run(scorer)
-    assert same(values(model), scorer.seen[kept])
-    assert not any(same(scorer.seen[kept], other) for i, other in enumerate(scorer.seen) if i != kept)
+    assert same_tensors(values(model), scorer.seen[kept])
+    assert not any(same_tensors(scorer.seen[kept], other) for i, other in enumerate(scorer.seen) if i != kept)
     assert [(s.step, s.held_out_loss, s.accuracy) for s in report.selected.scores] == [
         (STEPS_AN_EPOCH * (i + 1), *score) for i, score in enumerate(scores)
     ]
@@ -124,7 +120,7 @@ def test_scoring_changes_nothing_of_the_training() -> None:
     scorer = Scripted((1.0, None), (2.0, None), (3.0, None))
     report, _ = run(scorer)
     assert report.training.losses == plain.training.losses
-    assert same(scorer.seen[-1], values(model))
+    assert same_tensors(scorer.seen[-1], values(model))
     assert (plain.selected, report.training.num_steps) == (None, NUM_STEPS)
 
 
@@ -181,7 +177,7 @@ def test_a_training_that_was_interrupted_chooses_as_if_it_had_not_been(
         expected.selected.scores,
         expected.selected.kept_step,
     )
-    assert same(values(resumed), whole)
+    assert same_tensors(values(resumed), whole)
 
 
 def test_the_best_step_is_put_back_for_every_kind_of_model(tmp_path: Path) -> None:
@@ -189,8 +185,8 @@ def test_the_best_step_is_put_back_for_every_kind_of_model(tmp_path: Path) -> No
     for model in (tiny_qwen2(), named):
         scorer = Scripted((1.0, None), (2.0, None), (3.0, None))
         run(scorer, model=model)
-        assert same(values(model), scorer.seen[0])
-        assert not same(scorer.seen[0], scorer.seen[1])
+        assert same_tensors(values(model), scorer.seen[0])
+        assert not same_tensors(scorer.seen[0], scorer.seen[1])
 
 
 def test_a_moved_folder_goes_on_and_a_missing_best_step_is_one_line(tmp_path: Path) -> None:
@@ -200,7 +196,7 @@ def test_a_moved_folder_goes_on_and_a_missing_best_step_is_one_line(tmp_path: Pa
         run(scorer, folder=tmp_path / "old", stop_after=10)
     (tmp_path / "old").rename(tmp_path / "new")
     _, model = run(Scripted(*scores[2:]), folder=tmp_path / "new", resume=True)
-    assert same(values(model), scorer.seen[0])
+    assert same_tensors(values(model), scorer.seen[0])
     shutil.rmtree(tmp_path / "new" / "checkpoint-4")
     with pytest.raises(TrainingError, match="The best step so far is 4, but .*checkpoint-4 is incomplete"):
         run(Scripted(), folder=tmp_path / "new", resume=True)
@@ -257,7 +253,7 @@ def test_a_training_ends_after_so_many_scores_that_are_no_better_and_keeps_the_b
         assert one.selected.stopped_early
         assert (one.training.num_steps, len(one.training.losses), one.selected.kept_step) == (8, 8, 4)
         assert [score.step for score in one.selected.scores] == [2, 4, 6, 8]
-    assert same(values(model), best)
+    assert same_tensors(values(model), best)
     assert again.state_held_bytes == report.state_held_bytes
 
 
