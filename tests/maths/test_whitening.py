@@ -20,7 +20,7 @@ from tiny import drawn_layer
 
 def whitened(whitening: Whitening, moments: LayerMoments) -> np.ndarray:
     """T as the code under test makes it."""
-    A_root, D_root = whitening.input_root(moments), whitening.output_root(moments)
+    A_root, D_root = whitening.inverse_roots(moments)
     return numpy_of(A_root(D_root(moments.G).mT).mT)
 
 
@@ -51,7 +51,7 @@ def test_no_entry_of_t_exceeds_one_without_damping(seed: int, num_tokens: int, s
 def test_a_root_is_computed_in_float64_and_keeps_the_dtype_of_what_it_multiplies(fisher: str) -> None:
     """A float32 product of a root would be off by more than the rounding of its result."""
     moments = drawn_layer(spread=4).moments(torch.float32)
-    root = Whitening(fisher=fisher).input_root(moments)
+    root, _ = Whitening(fisher=fisher).inverse_roots(moments)
     X = torch.eye(10) if fisher == "diagonal" else moments.A
     assert root(X).dtype == torch.float32
     assert torch.equal(root(X), root(X.double()).float())

@@ -65,7 +65,8 @@ def shares(basis: LayerBasis, moments: LayerMoments, metric: Whitening) -> dict[
     found = measure_capture(moments, basis, metric)
     if not found.J:
         return {"gradient_share": 0.0, "J_share_of_best": 0.0}
-    T = metric.input_root(moments)(metric.output_root(moments)(moments.G).mT).mT
+    A_root, D_root = metric.inverse_roots(moments)
+    T = A_root(D_root(moments.G).mT).mT
     best = truncated_svd(T, basis.rank).S.double().square().sum()
     return {"gradient_share": found.gradient / found.gradient_total, "J_share_of_best": found.J / float(best)}
 

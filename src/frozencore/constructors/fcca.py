@@ -63,7 +63,7 @@ def fcca_basis(
     G = moments.G
     rank = fitting_rank(rank, G.shape)
     if G.any():
-        D_root, A_root = whitening.output_root(moments), whitening.input_root(moments)  # line 12: A and D, damped
+        A_root, D_root = whitening.inverse_roots(moments)  # line 12: A and D, damped
         T = _whitened(G, D_root, A_root, whitening)  # line 13
         U, S, V = truncated_svd(T, rank, method=svd_method, seed=seed)  # line 14
         k = effective_rank(S)

@@ -65,29 +65,24 @@ class Whitening(WhiteningOptions):
         """c of the input side and of the output side."""
         return self.damping if isinstance(self.damping, tuple) else (self.damping, self.damping)
 
+    @property
+    def moments_by_side(self) -> tuple[MomentName | None, MomentName | None]:
+        """The second moment of the input side and of the output side; None for a side that is not whitened."""
+        A: MomentName = "input_square" if self.fisher == "diagonal" else "input_outer"
+        D: MomentName = "error_square" if self.fisher == "diagonal" else "error_outer"
+        return A if self.whiten in ("both", "input") else None, D if self.whiten in ("both", "output") else None
+
     def needs(self) -> frozenset[MomentName]:
         """The moments that this metric needs."""
-        diagonal = self.fisher == "diagonal"
-        needed: set[MomentName] = set()
-        if self.whiten in ("both", "input"):
-            needed.add("input_square" if diagonal else "input_outer")
-        if self.whiten in ("both", "output"):
-            needed.add("error_square" if diagonal else "error_outer")
-        return frozenset(needed)
+        return frozenset(name for name in self.moments_by_side if name is not None)
 
-    def input_root(self, moments: LayerMoments) -> InverseRoot:
-        """``A^-1/2``, or the identity if the input side is not whitened."""
-        if self.whiten not in ("both", "input"):
-            return identity
-        A = moments.a if self.fisher == "diagonal" else moments.A
-        return damped_inverse_root(A, self.damping_by_side[0], self.shrinkage)
-
-    def output_root(self, moments: LayerMoments) -> InverseRoot:
-        """``D^-1/2``, or the identity if the output side is not whitened."""
-        if self.whiten not in ("both", "output"):
-            return identity
-        D = moments.d if self.fisher == "diagonal" else moments.D
-        return damped_inverse_root(D, self.damping_by_side[1], self.shrinkage)
+    def inverse_roots(self, moments: LayerMoments) -> tuple[InverseRoot, InverseRoot]:
+        """``A^-1/2`` and ``D^-1/2``; the identity for a side that is not whitened."""
+        A_root, D_root = (
+            identity if name is None else damped_inverse_root(moments.mean(name), damping, self.shrinkage)
+            for name, damping in zip(self.moments_by_side, self.damping_by_side, strict=True)
+        )
+        return A_root, D_root
 
 
 def damped(
