@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -100,11 +101,9 @@ def execute_many(
                 pad_id=inputs.encoder.pad_id,
                 progress=as_stage(progress, "score base"),
             )
-        for number, name in enumerate(to_train, start=1):
-            tenant, of_tenant = tenants[name], partial(_measuring, progress, number, len(to_train))
-            with naming_tenant(repr(name)):
-                recipe = with_rate(tenant.recipe, adapted.model, inputs.encoder.pad_id, tenant.rows, of_tenant)
-            tenants[name] = replace(tenant, recipe=recipe)
+        tenants = _with_rates(
+            {name: tenants[name] for name in to_train}, adapted.model, inputs.encoder.pad_id, progress
+        )
         if start is not None:
             swap_core(adapted.model, start)
         finisher = Finisher(
@@ -130,7 +129,7 @@ def execute_many(
         between_steps = UnfinishedFiles(out, keys)
         train_many(
             adapted.model,
-            {name: tenants[name] for name in to_train},
+            tenants,
             finisher,
             pad_id=inputs.encoder.pad_id,
             num_slots=num_slots,
@@ -156,6 +155,16 @@ def tenant_of(tenant: TenantRows, model: nn.Module) -> Tenant:
         validation = Validation(rows.tokens, every, tenant.config.scoring.patience)
     recipe = recipe_of(tenant.config.training, tenant.config.method.entry, tenant.rows, model)
     return Tenant(tenant.rows.train, recipe, validation)
+
+
+def _with_rates(tenants: Mapping[str, Tenant], model: nn.Module, pad_id: int, progress: Progress) -> dict[str, Tenant]:
+    """The tenants with a learning rate, measured for each whose recipe has none."""
+    found = {}
+    for number, (name, tenant) in enumerate(tenants.items(), start=1):
+        of_all = partial(_measuring, progress, number, len(tenants))
+        with naming_tenant(repr(name)):
+            found[name] = replace(tenant, recipe=with_rate(tenant.recipe, model, pad_id, tenant.rows, of_all))
+    return found
 
 
 def _measuring(progress: Progress, number: int, total: int, *_: object) -> None:
