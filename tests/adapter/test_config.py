@@ -197,7 +197,7 @@ def test_a_configuration_of_a_refused_adapter_is_kept_by_the_next_model() -> Non
 def test_its_bases_are_built_as_its_option_says_and_survive_their_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(TypeError, match="toy_offset"):
+    with pytest.raises(ConfigError, match="toy_offset"):
         FrozenCoreConfig(constructor_options={"toy_offset": 1})
     register_toy(monkeypatch)
     offset = {"toy_offset": 2}
@@ -218,6 +218,18 @@ def test_its_bases_are_built_as_its_option_says_and_survive_their_file(
             FrozenCoreConfig(constructor=constructor, constructor_options={"toy_offset": value})
     with pytest.raises(ConfigError, match="damping"):
         FrozenCoreConfig(constructor="toy", damping=0.1)
+
+
+def test_an_adapter_of_a_constructor_that_is_not_registered_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    register_toy(monkeypatch)
+    offset = {"toy_offset": 2}
+    config = FrozenCoreConfig(r=4, target_modules=["q_proj"], constructor="toy", constructor_options=offset)
+    get_peft_model(tiny_qwen2(), config).save_pretrained(str(tmp_path))
+    monkeypatch.delitem(CONSTRUCTORS, "toy")
+    with pytest.raises(ConfigError, match=r"no constructor 'toy'.*register_constructor"):
+        PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path))
 
 
 @dataclasses.dataclass

@@ -37,7 +37,7 @@ from frozencore.files.names import CARD_FILE, CONFIG_FILE, PICKLE_FILE, WEIGHTS_
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import MomentName
 from frozencore.options import check_options, options_of
-from frozencore.text import nearest_name
+from frozencore.text import nearest_name, unknown_name
 
 INSTEAD_OF_LORA: Mapping[str, str] = {
     "lora_alpha": "the scale is alpha / r (16 / r by default, 1 with alpha=None): give alpha instead",
@@ -169,10 +169,12 @@ class FrozenCoreConfig(
                 setattr(self, name, set(given))  # PEFT compares sets
         check_options(self)
         require_names(self)
-        refuse_foreign_names(self.constructor_options, constructor_options())
+        find_constructor(self.constructor)
+        for name in self.constructor_options:
+            if name not in constructor_options():
+                raise ConfigError(unknown_name("option of a constructor", name, constructor_options()))
         for alpha in self.alpha_pattern.values():
             options_of(ScaleOptions)["alpha"].validate(alpha)
-        find_constructor(self.constructor)
         if not self.load_bases:  # unread options do not matter if the bases exist
             check_unused_options(self.constructor, {name: self._option(name) for name in constructor_options()})
         adapted = (rank for rank in self.rank_pattern.values() if type(rank) is not int or rank != 0)

@@ -65,7 +65,8 @@ def find_constructor(name: str) -> Constructor[Any]:
     if name == COMPRESSED:
         return Compressed()
     if not isinstance(name, str) or name not in CONSTRUCTORS:
-        raise ConfigError(unknown_name("constructor", str(name), CONSTRUCTORS))
+        way_out = "Your own is one after frozencore.register_constructor."
+        raise ConfigError(f"{unknown_name('constructor', str(name), CONSTRUCTORS)} {way_out}")
     return CONSTRUCTORS[name]
 
 
