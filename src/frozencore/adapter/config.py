@@ -363,10 +363,13 @@ def _plain(value: Any) -> Any:
 
 
 def register_constructor(name: str, row: Constructor[Any]) -> None:
-    """Add a basis constructor to the table.
+    """Add a basis constructor to the table of this process, which then loads its adapters too.
 
-    Its options become flags of ``tune`` and keys of campaigns; in Python they are the ``constructor_options`` of
-    :class:`FrozenCoreConfig`.
+    Its options are the ``constructor_options`` of :class:`FrozenCoreConfig`, and keys of campaigns and flags of
+    ``tune`` where ``frozencore.cli.app.main()`` is called in this process.
+
+    Args:
+        row: An instance of a subclass of :class:`frozencore.constructors.Constructor`.
 
     Raises:
         ConfigError: The name is taken, or one of its options has the name of another.
