@@ -122,6 +122,8 @@ BEFORE_TORCH = {
     f"evaluate {M} --task sst3 {X}": "Did you mean 'sst2'",
     f"evaluate --model ./none --task sst2 {X}": "there is no such folder",
     f"evaluate {M} --data none.jsonl {X}": "there is no file none.jsonl",
+    f"evaluate {M} --data a.jsonl --data b.jsonl {X}": "--data names one source of rows here, but 2 are given",
+    f"tune {M} --data a.jsonl --eval-data=b.jsonl --eval-data c.jsonl {X}": "--eval-data names one source",
     f"evaluate {P} --adapter none {X}": "An adapter is a folder, but none does not exist",
     f"evaluate {P} --adapter 'stopped run' {X}": r"stopped run holds an interrupted run.*--out 'stopped run'`\.$",
     f"evaluate {P} --out rows.txt": "rows.txt is not a writable folder",

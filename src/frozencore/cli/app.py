@@ -40,6 +40,7 @@ BASIC_FLAGS = (
     "select_checkpoint", "output", "resume", "dry_run", "config_file", "all_layers",
 )  # fmt: skip
 """The flags of a run that ``--help`` shows; ``--help-all`` shows the others too."""
+ROWS = ("--data", "--eval-data", "--calibration-data", "--tenants")
 HELP, HELP_ALL = ("--help", "-h"), "--help-all"
 _COMPLETES = "_FROZENCORE_COMPLETE"  # a shell sets it when it asks for completions
 NEARLY = 0.8  # similarity of a misspelt flag; names less similar mean something else
@@ -92,6 +93,7 @@ def app() -> None:
     command = command_of(program(words), words)
     if _COMPLETES not in os.environ:
         refuse_unknown_flag(command, asked)
+        refuse_lost_rows(command, asked)
         _call(command, asked or [HELP[0]])
     else:
         command(asked, prog_name="frozencore")  # shells complete it by this name
@@ -151,6 +153,17 @@ def refuse_unknown_flag(command: TyperGroup, words: Sequence[str]) -> None:
         guess = f"Did you mean {nearest}?" if nearest else f"See `{_help_of(command, words)}`."
         instead = None if dashed in flags else counterpart(given)
         raise ConfigError(instead or f"There is no flag {given}. {guess}")
+
+
+def refuse_lost_rows(command: TyperGroup, words: Sequence[str]) -> None:
+    """Raise ConfigError for a second source of rows where a verb reads one: the first would be left out silently."""
+    flags = {flag: parameter for one in _named(command, words) for parameter in one.params for flag in parameter.opts}
+    given = [word.partition("=")[0] for word in words]
+    for name in ROWS:
+        if given.count(name) > 1 and name in flags and not getattr(flags[name], "multiple", False):
+            raise ConfigError(
+                f"{name} names one source of rows here, but {given.count(name)} are given. Join them, or call for each."
+            )
 
 
 def _named(command: TyperGroup, words: Sequence[str]) -> list[TyperGroup | TyperCommand]:

@@ -33,7 +33,8 @@ def evaluate(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Rows, as for `tune --data`: scores the loss, and counts right choices and right short completions."
+            help="Rows, as for `tune --data`, of one source: scores the loss, and counts right choices and right short "
+            "completions."
         ),
     ] = None,
     columns: Annotated[str | None, flag("columns")] = None,
