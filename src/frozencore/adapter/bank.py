@@ -203,7 +203,8 @@ class CoreBank(CoreStack):
         Raises:
             ConfigError: The name is None, the bank is full, the adapter with the basis was merged, or a value is too
                 large for the bits of the bank.
-            ArtifactError: Another basis, or the adapter of the bank was given another one. The bank is as it was.
+            ArtifactError: Another basis, or the adapter of the bank was given another one; trained modules besides the
+                core; or a value is too large for the dtype of the bank. The bank is as it was.
         """
         if name is None:
             raise ConfigError("A core has a name, but None was given, which is the base model in a batch.")

@@ -86,7 +86,10 @@ def calibrate(
     Raises:
         CalibrationError: Nothing to calibrate, a trained core without ``reset``, merged adapters, bad moments, no
             memory for a single layer, or a rank that failed or is gone. No basis is changed then.
+        ConfigError: There is no such adapter, an option does not fit the model or ``loss_fn``, ``batch_size`` or
+            ``collator`` does not fit the data, or endless data come without ``num_examples``.
         DataError: The data are not batches.
+        ModelError: A core is pruned, parametrised or offloaded.
     """
     check_same_call("frozencore.calibrate")
     adapter = adapter_for_new_bases(model, adapter_name, reset=reset)

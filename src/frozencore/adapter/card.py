@@ -47,6 +47,9 @@ def write_model_card(
         calibration: The calibration data, for instance ``"svamp, 128 rows"``.
         scores: Named results, for instance ``{"accuracy": "71.0 % of 100 rows (95 % interval 61.5 to 79.0)"}``.
         license: Identifier of the licence, for instance ``"apache-2.0"``; the base model's terms apply besides.
+
+    Raises:
+        FileNotFoundError: The folder has no ``adapter_config.json``, as that of a basis.
     """
     path = Path(directory) / CARD_FILE
     config = json.loads((path.parent / CONFIG_FILE).read_text(encoding="utf-8"))

@@ -162,7 +162,8 @@ def merge_adapters(
         bits: Bits of a saved value: 32, 8, 4 or 2. The sum itself is computed in float64.
 
     Raises:
-        ConfigError: The number of weights is wrong, or modules besides cores were trained.
+        ConfigError: There is no adapter, the number of weights or of bits is wrong, or modules besides cores were
+            trained.
         ArtifactError: Bases differ, the sum is not finite, or a folder cannot be read or written.
     """
     read = [read_adapter(folder) for folder in adapters]

@@ -50,9 +50,9 @@ def proposed_learning_rate(
 ) -> float | None:
     """Propose the peak learning rate of an adapter's cores for AdamW.
 
-    An example's loss is the mean over its completion tokens, as in training, with any weighting of the moments. Batches
-    whose examples cannot be taken apart give the mean gradients of several examples; E‖g‖² is then estimated from the
-    variance between batches, and a single such batch proposes a rate that is too high.
+    An example's loss is the mean over its completion tokens, with any weighting of the moments. Batches whose examples
+    cannot be taken apart give the mean gradients of several examples; E‖g‖² is then estimated from the variance between
+    batches, and a single such batch proposes a rate that is too high.
 
     Every process of a group calls this with its batches, and all get the same rate. The model is as before
     afterwards. Each of :data:`NUM_EXAMPLES` examples takes a pass forward and back, and some passes forward.

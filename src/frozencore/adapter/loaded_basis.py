@@ -70,7 +70,8 @@ def set_basis(
     Raises:
         ConfigError: The model has no such frozen-core adapter, or its configuration has an initial step.
         ArtifactError: The basis has other layers, shapes, ranks or scales, or another base model.
-        CalibrationError: An adapter is merged, or a core is trained.
+        CalibrationError: An adapter is merged, a core is trained, or the basis has NaN or Inf.
+        ModelError: A core is pruned, parametrised or offloaded.
     """
     adapter = adapter_for_new_bases(model, adapter_name, reset=reset)
     if not isinstance(basis, Basis):

@@ -66,7 +66,7 @@ def swap_core(model: nn.Module, source: CoreSource, *, adapter_name: str = "defa
 
 
 def prepare_swap(model: nn.Module, source: CoreSource, *, adapter_name: str = "default") -> ReadyCore:
-    """Read and check a core once, to swap it in many times; see :func:`swap_core`."""
+    """Read and check a core once, to swap it in many times; arguments and errors are those of :func:`swap_core`."""
     adapter = LoadedAdapter.of(model, adapter_name)
     require_unmerged(adapter.layers.values())
     here = adapter.basis_id
@@ -76,7 +76,12 @@ def prepare_swap(model: nn.Module, source: CoreSource, *, adapter_name: str = "d
 
 
 def get_core(model: nn.Module, adapter_name: str | None = None) -> Core:
-    """Copy the core of an adapter (by default the active one)."""
+    """Copy the core of an adapter (by default the active one).
+
+    Raises:
+        ConfigError: The model has no such frozen-core adapter.
+        ModelError: A core of it is pruned, parametrised or offloaded.
+    """
     return LoadedAdapter.of(model, adapter_name).core
 
 

@@ -103,6 +103,7 @@ def build_bases(
 
     Raises:
         CalibrationError: A moment is missing or not finite.
+        ConfigError: There is no such constructor.
 
     >>> layer = LayerData("layer", (6, 4), lambda: torch.eye(6, 4))
     >>> build_bases([layer], "lora_xs", BasisOptions(r=2))["layer"].P.shape

@@ -225,6 +225,8 @@ def collect_moments(
     Raises:
         CalibrationError: No labels, NaN or Inf (the message names batch and layer), or a layer without
             counted tokens.
+        ConfigError: An option is about completion tokens, which this model or ``loss_fn`` does not have.
+        DataError: The data are not batches.
 
     >>> model, batch = nn.Sequential(nn.Linear(4, 3)), {"x": torch.randn(5, 4)}
     >>> found = collect_moments(model, [batch], ["0"], loss_fn=lambda model, batch: model(batch["x"]).square().mean())

@@ -117,6 +117,10 @@ def build_basis(constructor: str, layer: LayerData, options: BasisOptions) -> La
     Args:
         options: Options of the constructor's class. Plain ``BasisOptions`` leave its other options at their defaults.
 
+    Raises:
+        CalibrationError: A moment is missing or not finite.
+        ConfigError: There is no such constructor.
+
     >>> layer = LayerData("q_proj", (6, 4), weight=lambda: torch.randn(6, 4))
     >>> build_basis("lora_xs", layer, BasisOptions(r=2)).Q.shape
     torch.Size([4, 2])

@@ -53,6 +53,7 @@ def fcca_basis(
 
     Raises:
         CalibrationError: A moment is missing or not finite, or a second moment is zero where G is not.
+        ConfigError: The rank is below 1.
 
     >>> a, d, G = torch.ones(3), torch.ones(2), torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, 0.0]])
     >>> basis = fcca_basis(LayerMoments(1, cross=G, input_square=a, error_square=d), rank=1)

@@ -123,9 +123,10 @@ def export_lora(
 
     Raises:
         ArtifactError: The adapter is damaged or of another base model, or ``out`` exists.
-        ConfigError: The rank is below 1, the adapter does not exist, or trains more than its cores. Or PEFT would not
-            load its layers right onto the base model.
+        ConfigError: The rank is below 1, engines do not read the dtype, the adapter does not exist, or trains more than
+            its cores. Or PEFT would not load its layers right onto the base model.
         CalibrationError: The adapter has no basis yet.
+        ModelError: The given base model cannot be read, or a core is pruned, parametrised or offloaded.
     """
     require_dtype(dtype)
     adapter = export_source(model_or_directory, adapter_name)
