@@ -287,6 +287,8 @@ def test_what_cannot_be_written_is_refused_in_one_line_and_leaves_nothing(
 ) -> None:
     with pytest.raises(ConfigError, match="float32 or float16"):
         exporting.export_onnx_adapter(case.folder / "anna", tmp_path / "x", dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="8 or 4 bits.*bits=2"):
+        exporting.export_onnx(case.folder / "anna", tmp_path / "x", bits=2)
     with pytest.raises(ArtifactError, match="has no model.onnx"):
         exporting.export_onnx_adapter(case.folder / "anna", tmp_path / "x", model=tmp_path)
     with monkeypatch.context() as patched:

@@ -83,10 +83,12 @@ def export_onnx(
 
     Raises:
         ArtifactError: The basis is damaged or of another base model, or ``out`` exists.
-        ConfigError: No base model is named, or the extra ``onnx`` is missing.
+        ConfigError: No base model is named, ``bits`` or ``dtype`` is another one, or the extra ``onnx`` is missing.
         CalibrationError: There is no basis yet.
         ModelError: The base model cannot be read, is quantised, or the builder does not know it.
     """
+    if bits not in PRECISIONS:
+        raise ConfigError(f"Base weights in ONNX have 8 or 4 bits, or None for float32, but bits={bits!r} was given.")
     graph = _graph_module(dtype)
     directory, out = Path(directory), Path(out)
     basis = read_basis(directory)
@@ -131,8 +133,8 @@ def export_onnx_adapter(
 
     Raises:
         ArtifactError: The adapter is damaged, or the model has another basis.
-        ConfigError: The adapter trains more than its cores, ``model`` takes cores of another dtype, or the extra
-            ``onnx`` is missing.
+        ConfigError: The adapter trains more than its cores, ``dtype`` is neither float32 nor float16, ``model`` takes
+            cores of another dtype, or the extra ``onnx`` is missing.
     """
     graph = _graph_module(dtype or torch.float32)
     adapter = export_source(directory)
