@@ -12,7 +12,7 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from frozencore import FrozenCoreConfig, load_basis, merge_adapters, save_basis
+from frozencore import FrozenCoreConfig, load_basis, merge_adapters, save_basis, set_basis
 from frozencore.adapter.basis import Basis
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.report import LayerReport, inspect_adapter
@@ -158,12 +158,17 @@ def test_a_basis_named_by_a_relative_path_is_found_from_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save_basis(adapted("random"), "shop/basis")
-    model = get_peft_model(tiny_qwen2(), FrozenCoreConfig(basis="shop/basis", task_type="CAUSAL_LM"))
-    model.save_pretrained("some/where/else/anna")
+    saved, given = adapted("random"), adapted("random")
+    save_basis(saved, "shop/basis")
+    set_basis(given, load_basis("shop/basis"))
+    configured = get_peft_model(tiny_qwen2(), FrozenCoreConfig(basis="shop/basis", task_type="CAUSAL_LM"))
+    for name, model in (("saved", saved), ("given", given), ("configured", configured)):
+        model.save_pretrained(f"some/where/else/{name}")
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
-    assert read_adapter(tmp_path / "some/where/else/anna").find_basis().id == load_basis(tmp_path / "shop/basis").id
+    for name in ("saved", "given", "configured"):
+        folder = tmp_path / "some/where/else" / name
+        assert read_adapter(folder).find_basis().id == load_basis(tmp_path / "shop/basis").id
 
 
 def test_a_report_has_the_sizes_and_the_length_of_the_core() -> None:

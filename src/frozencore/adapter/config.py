@@ -269,7 +269,8 @@ class FrozenCoreConfig(
 
     def attach_basis_id(self, basis_id: str | None, place: str | None = None, revision: str | None = None) -> None:
         """Record the basis of the adapter; without a place, its P and Q are saved beside the core."""
-        self.basis, self.basis_revision, self.basis_id, self.base_record = place, revision, basis_id, None
+        self.basis = None if place is None else _found_from_anywhere(place)
+        self.basis_revision, self.basis_id, self.base_record = revision, basis_id, None
         self.load_bases = False
 
     def for_model(self) -> FrozenCoreConfig:
