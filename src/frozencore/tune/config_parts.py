@@ -55,11 +55,11 @@ class RowsConfig(ConfigPart):
         "instruction and output (Alpaca), conversations (ShareGPT), or text. May be repeated for several files.",
     ] = None
     data_root: Annotated[Path | None, "Folder that holds a task's data set under its hub id. Default: the hub."] = None
-    columns: Annotated[str | None, "Names of the columns of --data, such as prompt=question,completion=answer."] = None
+    columns: Annotated[str | None, "Names of your columns, such as prompt=question,completion=answer."] = None
     eval_data: Annotated[
         str | None,
-        "Your own held-out rows, in the forms of --data, in place of a tenth of --data. Rows of --data "
-        "with the same text are not trained on.",
+        "Your own held-out rows, in the forms of the training rows, in place of a tenth of these. Training rows "
+        "with the same text are left out.",
     ] = None
     max_length: Annotated[
         int | None, Bounds(ge=2), "The most tokens of a row. Default: 512, or the model's context if less."
@@ -71,13 +71,13 @@ class RowsConfig(ConfigPart):
     ] = "refuse"
     skip_bad: Annotated[
         bool,
-        "Leave out rows of --data with a missing or empty column; print their number and the reason.",
+        "Leave out your rows with a missing or empty column; print their number and the reason.",
     ] = False
     num_train: Annotated[int | None, Bounds(ge=1), "Number of training rows. Default: the task's."] = None
     num_evaluation: Annotated[
         int | None,
         Bounds(ge=1),
-        "Number of evaluation rows. Default: the task's; for --data a tenth, at most 500.",
+        "Number of evaluation rows. Default: the task's; of your rows a tenth, at most 500.",
     ] = None
     paper_steps: Annotated[
         bool,
@@ -102,7 +102,7 @@ class RowsConfig(ConfigPart):
     ] = BATCH_SIZE
     calibration_data: Annotated[
         str | None,
-        "Rows to calibrate on, in the forms of --data. Default: the training rows.",
+        "Rows to calibrate on, in the forms of the training rows. Default: these.",
     ] = None
     seed: Seed = SEED
 
@@ -213,16 +213,16 @@ class ScoringConfig(ConfigPart):
         Bounds(ge=1),
         "End the training after so many scores of --select-checkpoint in a row without improvement. Default: never.",
     ] = None
-    samples: Annotated[int, Bounds(ge=0), "Held-out rows of --data to complete before and after training."] = 3
+    samples: Annotated[int, Bounds(ge=0), "Your held-out rows to complete before and after training."] = 3
     exact_match: Annotated[
         Literal["no", "yes", "auto"],
-        "Generate the completions of held-out rows of --data and count those that are exactly right; "
+        "Generate the completions of your held-out rows and count those that are exactly right; "
         "auto: only if no completion is longer than 16 tokens.",
     ] = "auto"
     max_new_tokens: Annotated[
         int | None,
         Bounds(ge=1),
-        "The most tokens of a generated answer. Default: the task's number, or the longest answer of --data.",
+        "The most tokens of a generated answer. Default: the task's number, or the longest answer of your rows.",
     ] = None
     forgetting: Annotated[
         tuple[str, ...] | None,
