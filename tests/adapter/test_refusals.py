@@ -115,6 +115,8 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
     "on the head": lambda folder: adapted("random", model=tiny_llama(), target_modules=["lm_head"]).save_pretrained(
         folder
     ),
+    "base of shared weights": lambda folder: make("zamba2").save_pretrained(folder),
+    "of shared weights": lambda folder: adapted("random", model=make("zamba2")).save_pretrained(folder),
     "lora": lambda folder: lora().save_pretrained(folder),
     "basis": lambda folder: save_basis(adapted("fcca", alpha=6.0), folder),
     "basis of rawgrad": lambda folder: save_basis(adapted("rawgrad", alpha=6.0), folder),
@@ -448,6 +450,7 @@ EXPORTS: list[Refusal] = [
     (to_basis_model("own basis", "base of other shapes"), ArtifactError, "is of another base model"),
     (to_basis_model("own basis", "quantised base"), ModelError, "is quantised, and a basis stands beside plain"),
     (to_basis_model("own basis", "classifier"), ModelError, "is a Qwen2ForSequenceClassification"),
+    (to_basis_model("of shared weights", "base of shared weights"), ModelError, "shares its weight with another layer"),
     (lambda room: export_tenant(new(), room.out), CalibrationError, "needs a basis, but layer"),
     (lambda room: export_tenant(adapted("random", modules_to_save=["norm"]), room.out), ConfigError, "too .norm"),
     (lambda room: export_tenant(room / "own basis", room.out, basis_model=room / "base"),

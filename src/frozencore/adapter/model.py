@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from frozencore.adapter import named_layers
 from frozencore.adapter.config import FILLED_IN, FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.core import BASE, sum_cores
-from frozencore.adapter.layer import PREFIX, FrozenCoreLinear, is_linear, stored_layer, warn_of_uncalibrated
+from frozencore.adapter.layer import PREFIX, FrozenCoreLinear, stored_layer, warn_of_uncalibrated
 from frozencore.adapter.loaded_adapter import LoadedAdapter, frozen_core_layers
 from frozencore.adapter.loaded_basis import attach_basis
 from frozencore.adapter.per_row import adapter_of_each_row, guard_recompute
@@ -334,8 +333,7 @@ class FrozenCoreModel(BaseTuner):
 
     def _prepare_merging(self, adapter_names: list[str] | None) -> None:
         """Warn of zero bases, refuse weights that two layers share or that are computed, and untie an adapted head."""
-        every = (one for _, one in self.model.named_modules(remove_duplicate=False))
-        num_owners = Counter(id(getattr(one, "weight", one)) for one in every if is_linear(one))
+        num_owners = named_layers.owners_of_weights(self.model)
         merged: list[FrozenCoreLinear] = []
         for adapter_name in self.active_adapters if adapter_names is None else adapter_names:
             layers = frozen_core_layers(self.model, adapter_name)

@@ -313,6 +313,12 @@ def require_tokens(indices: Any, model: nn.Module) -> None:
                 break
 
 
+def owners_of_weights(model: nn.Module) -> Counter[int]:
+    """The number of linear layers that have each weight, by its id; a layer with two names counts twice."""
+    every = (module for _, module in model.named_modules(remove_duplicate=False))
+    return Counter(id(getattr(module, "weight", module)) for module in every if is_linear(module))
+
+
 def require_all_calls(model: nn.Module, layers: Mapping[str, BaseTunerLayer]) -> None:
     """Refuse an adapted layer that the model has under another name too, where the adapter does not act.
 

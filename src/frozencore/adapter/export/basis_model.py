@@ -34,6 +34,7 @@ from frozencore.adapter.export.lora import (
     require_dtype,
 )
 from frozencore.adapter.folders import read_basis
+from frozencore.adapter.named_layers import owners_of_weights
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.hub import safe_loading
@@ -124,9 +125,14 @@ def require_fits(basis: Basis, origin: Path, model: Any, base: str) -> None:
             f"A basis model is a causal language model of transformers, but {base} is a {type(model).__name__}. "
             "Export a LoRA, or merge."
         )
-    linear = layers_of(model)
+    linear, num_owners = layers_of(model), owners_of_weights(model)
     for name, factors in basis.layers.items():
         linear.require_layer(name, (len(factors.P), len(factors.Q)))
+        if num_owners[id(model.get_submodule(name).weight)] > 1:
+            raise ModelError(
+                f"A basis stands beside the weight of its own layer, but {name!r} shares its weight with another layer "
+                f"of {base}. Export a LoRA."
+            )
         if not name.startswith(f"{model.base_model_prefix}."):
             raise ModelError(
                 f"A basis stands in the layers below the head, but {origin} has one on {name!r}, which engines "
