@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -473,11 +474,34 @@ def test_a_plain_pass_of_another_thread_is_refused_meanwhile(model: PeftModel, t
     with ThreadPoolExecutor(2) as others:
         with bank.rows(["a"] * 4):
             waits = others.submit(of_the_base)
-            with pytest.raises(ConfigError, match="another thread called layer"):
+            with pytest.raises(ConfigError, match="but another one called layer"):
                 others.submit(logits, model).result()
             assert torch.equal(logits(model), expected)
         assert torch.equal(waits.result(), logits(tiny_qwen2()))
         assert torch.equal(others.submit(logits, model).result(), plain)
+
+
+def test_a_batch_of_an_asyncio_task_is_no_other_tasks(model: PeftModel, tenants: dict[str, Core]) -> None:
+    bank, plain, expected = filled(model, tenants), logits(model), rows_of(model, tenants["a"])
+
+    async def answer(tenant: str | None) -> list[Tensor]:
+        found = []
+        with nullcontext() if tenant is None else bank.rows([tenant] * 4):
+            for _ in range(3):
+                found.append(logits(model))
+                await asyncio.sleep(0)
+        return found
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(answer("a"), answer("b"), answer(None), return_exceptions=True)
+
+    mine, *others = asyncio.run(together())
+    assert all(torch.equal(one, expected) for one in mine)
+    assert all(isinstance(one, ConfigError) and "one asyncio task" in str(one) for one in others)
+    assert torch.equal(logits(model), plain)
+    with bank.rows(["a"] * 4):  # a task of its own inside
+        (one,) = asyncio.run(asyncio.wait_for(answer("a"), None))[:1]
+        assert torch.equal(one, expected)
 
 
 def test_a_block_that_autograd_computes_again_in_a_thread_of_its_own_has_its_batchs_rows() -> None:

@@ -128,9 +128,9 @@ class CoreBank(CoreStack):
 
     A running batch keeps the cores that it started with, even if they are replaced or evicted. ``put``, ``evict`` and
     look-ups may be called from any thread. Only one thread at a time runs a mixed batch on a model, from whichever bank
-    or ``adapter_names``; the others wait. A plain pass in another thread is refused meanwhile: run it in
-    ``rows([None, ...])``, which waits. A batch inside another one has other rows; the outer batch then goes on with its
-    rows.
+    or ``adapter_names``; the others wait, and another asyncio task of the thread is refused. A plain pass in another
+    thread or task is refused meanwhile: run it in ``rows([None, ...])``, for which a thread waits. A batch inside
+    another one has other rows; the outer batch then goes on with its rows.
 
     Args:
         model: A model with a frozen-core adapter. Its P, Q and scale serve every core; its core is not used by rows

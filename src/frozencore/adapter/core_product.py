@@ -5,6 +5,7 @@ Shapes: P m x r, Q n x r, R r x r.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,31 +65,37 @@ class CorePart:
     rows: Tensor | None = None
 
 
+def _running_task() -> object | None:
+    """The asyncio task that runs in this thread."""
+    return None if asyncio._get_running_loop() is None else asyncio.current_task()
+
+
 @dataclass(frozen=True, eq=False)
 class PerRowCores:
     """The cores of a batch's rows in one layer; without parts all rows are the base model's.
 
     Attributes:
-        thread: The thread that entered the batch.
+        owner: The asyncio task that entered the batch; the thread if there is no task.
     """
 
     parts: tuple[CorePart, ...] = ()
     num_named: int = 0
-    thread: int = field(default_factory=threading.get_ident)
+    owner: object = field(default_factory=lambda: _running_task() or threading.get_ident())
 
     @property
     def num_rows(self) -> int:
         """The number of rows; from a shape if possible, so that a compiled model serves batches of many sizes."""
         return len(self.parts[0].R) if self.parts and self.parts[0].rows is None else self.num_named
 
-    def require_own_thread(self, layer: str) -> None:
-        """Refuse a pass of another thread, which is not of this batch; autograd's threads compute its blocks again."""
-        if self.thread != threading.get_ident() and torch._C._current_graph_task_id() == -1:
-            raise ConfigError(
-                f"A batch with a core for each row belongs to one thread, but another thread called layer "
-                f"{layer!r} meanwhile. Call the model in the thread that entered bank.rows(...); run a plain batch of "
-                "another thread in bank.rows([None, ...]), which waits."
-            )
+    def require_owner(self, layer: str) -> None:
+        """Refuse a pass of another thread or task, not of this batch; autograd's threads compute its blocks again."""
+        if self.owner in (threading.get_ident(), _running_task()) or torch._C._current_graph_task_id() != -1:
+            return
+        raise ConfigError(
+            f"A batch with a core for each row belongs to one thread and one asyncio task, but another one called "
+            f"layer {layer!r} meanwhile. Call the model where bank.rows(...) was entered; run a plain batch of another "
+            "thread in bank.rows([None, ...]), which waits; let one task at a time call it (asyncio.Lock)."
+        )
 
 
 def require_batch_axis(module: Any, name: str) -> None:

@@ -195,7 +195,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
                     y = self._plus(y, x, P, Q, core, self.frozencore_scale[adapter_name])
             return y
         if not torch.compiler.is_compiling():  # compiled code cannot ask for its thread
-            rows.require_own_thread(self.name)
+            rows.require_owner(self.name)
         if rows.parts:
             require_batch_axis(self, self.name)
         if rows.num_rows and self.has_batch_axis and len(x) != rows.num_rows:

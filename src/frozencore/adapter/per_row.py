@@ -181,6 +181,7 @@ def mixed_batch(
 
     Raises:
         ValueError: A layer is merged, so that each row would get the merged update.
+        ConfigError: Another asyncio task is inside of a batch; to wait for it would stop its loop.
     """
     with lock_of(model), ExitStack() as undo:
         for layer in rows:
@@ -188,6 +189,8 @@ def mixed_batch(
                 raise ValueError(
                     "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
                 )
+            if layer.per_row is not None:
+                layer.per_row.require_owner(layer.name)
         if any(getattr(module, "has_batch_axis", None) is None for module in (*rows, *wrappers)):
             _find_batch_axes(base_of(model), undo)
         for layer, cores in rows.items():
