@@ -152,12 +152,13 @@ class Tenants:
             "lora_alpha": rank, "target_modules": [CORE], "bias": "none",
         }  # fmt: skip
         aside = Path(mkdtemp(dir=self.cache, prefix="."))
-        (aside / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-        (aside / WEIGHTS).write_bytes(save(_lora(cores, rank), metadata={"format": "pt"}))
         try:
-            aside.rename(folder)
-        except OSError:  # another process of the server was first
-            shutil.rmtree(aside)
+            (aside / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+            (aside / WEIGHTS).write_bytes(save(_lora(cores, rank), metadata={"format": "pt"}))
+            with suppress(OSError):  # another process of the server was first
+                aside.rename(folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
         known = [(one.stat().st_mtime, one) for one in self.cache.iterdir() if one.name[0] != "."]
         for used, one in sorted(known)[: max(0, len(known) - MOST_CACHED)]:
             if time.time() - used > STAYS_S:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -215,6 +216,18 @@ def test_the_cache_drops_the_tenants_that_nobody_asked_for_of_late(
     again = tenants.find(str(shop.model), "a")[1]
     assert again.is_current()
     assert not list(tenants.cache.glob(".*"))
+
+
+def test_a_full_disk_leaves_nothing_of_a_tenant_in_the_cache(
+    shop: Shop, tenants: Tenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop.write("ida", seed=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(frozencore_vllm, "save", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            tenants.find(str(shop.model), "ida")
+    assert not list(tenants.cache.iterdir())
+    assert tenants.find(str(shop.model), "ida")[1].is_current()
 
 
 @pytest.fixture
