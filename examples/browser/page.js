@@ -72,21 +72,24 @@ async function read(file) {
 async function ask() {
   at("answer").disabled = true;
   const prompt = at("prompt").value;
-  for (const [place, given] of core ? [["base", null], ["tuned", core]] : [["base", null]]) {
-    const begins = performance.now();
-    let first = null, num = 0;
-    at(place).textContent = "";
-    for await (const text of model.answer(prompt, given, NUM_TOKENS)) {
-      first ??= performance.now() - begins;
-      num += 1;
-      at(place).textContent = text;
+  try {
+    for (const [place, given] of core ? [["base", null], ["tuned", core]] : [["base", null]]) {
+      const begins = performance.now();
+      let first = null, num = 0;
+      at(place).textContent = "";
+      for await (const text of model.answer(prompt, given, NUM_TOKENS)) {
+        first ??= performance.now() - begins;
+        num += 1;
+        at(place).textContent = text;
+      }
+      const seconds = (performance.now() - begins) / 1e3;
+      at(`${place}-rate`).textContent = `first token after ${Math.round(first ?? seconds * 1e3)} ms, ` +
+        `${Number((num / seconds).toPrecision(2))} tokens a second`;
     }
-    const seconds = (performance.now() - begins) / 1e3;
-    at(`${place}-rate`).textContent = `first token after ${Math.round(first ?? seconds * 1e3)} ms, ` +
-      `${Number((num / seconds).toPrecision(2))} tokens a second`;
+  } finally {
+    at("answer").disabled = false;
+    document.body.dataset.answered = Number(document.body.dataset.answered ?? 0) + 1;
   }
-  at("answer").disabled = false;
-  document.body.dataset.answered = Number(document.body.dataset.answered ?? 0) + 1;
 }
 
 at("ask").addEventListener("submit", (event) => {

@@ -53,12 +53,14 @@ async function pictured(picture) {
 for (const [name, step] of Object.entries(steps)) {
   await open(name, step.fragment);
   if (step.picture) await pictured(step.picture === "shown" ? found[step.of].qr : step.picture);
-  if (at("error").hidden) {
+  if (step.prompt !== undefined) at("prompt").value = step.prompt;
+  if (at("error").hidden && at("ask").checkValidity()) {
     at("answer").click();
     await until(() => "answered" in frame.contentDocument.body.dataset);
   }
   found[name] = {
     base: at("base").textContent, tuned: at("tuned").textContent, error: at("error").textContent, qr: at("qr").src,
+    enabled: !at("answer").disabled,
     pictured: at("qr").checkVisibility(),
     hash: frame.contentWindow.location.hash, fetched: at("fetched").textContent,
     overflow: frame.contentDocument.documentElement.scrollWidth - frame.contentWindow.innerWidth,
@@ -155,6 +157,7 @@ def test_links_and_pictures_answer_by_their_core_and_wrong_ones_give_one_line(si
         "scanned": {"fragment": "", "picture": "ben.png"},
         "rescanned": {"fragment": "", "picture": "shown", "of": "ben"},
         "codeless": {"fragment": "", "picture": "another.png"}, "anna": {"fragment": anna},
+        "empty": {"fragment": "", "prompt": ""}, "too long": {"fragment": "", "prompt": "Mia " * 2000},
     }  # fmt: skip
     found = shown(site, steps, tmp_path / "phone.png")
     assert len({found[name]["tuned"] for name in ("anna", "ben")} | {found["none"]["base"]}) == 3
@@ -166,6 +169,8 @@ def test_links_and_pictures_answer_by_their_core_and_wrong_ones_give_one_line(si
         assert found[name]["tuned"] == ""
     assert f"basis {read_adapter(tmp_path / 'other' / 'cleo').core.basis_id[:8]}" in found["other"]["error"]
     assert "no QR code" in found["codeless"]["error"]
+    assert (found["empty"]["base"], found["too long"]["error"] != "") == ("", True)
+    assert all(one["enabled"] for one in found.values())
     assert {name for name, one in found.items() if one["pictured"]} == {"ben", "scanned", "rescanned", "anna"}
     assert all("\n" not in one["error"] and one["overflow"] <= 0 for one in found.values())
     assert "model" in found["anna"]["fetched"]
