@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -502,6 +502,24 @@ def test_a_batch_of_an_asyncio_task_is_no_other_tasks(model: PeftModel, tenants:
     with bank.rows(["a"] * 4):  # a task of its own inside
         (one,) = asyncio.run(asyncio.wait_for(answer("a"), None))[:1]
         assert torch.equal(one, expected)
+
+
+def test_generators_whose_batches_overlap_are_told_and_leave_no_rows(
+    model: PeftModel, tenants: dict[str, Core]
+) -> None:
+    bank, plain = filled(model, tenants), logits(model)
+
+    def answers(tenant: str) -> Iterator[Tensor]:
+        with bank.rows([tenant] * 4):
+            yield logits(model)
+
+    a, b = answers("a"), answers("b")
+    next(a), next(b)
+    for generator in (a, b):
+        with pytest.raises(ConfigError, match="these two overlapped"):
+            next(generator)
+    assert torch.equal(logits(model), plain)
+    assert torch.equal(next(answers("a")), rows_of(model, tenants["a"]))
 
 
 def test_a_block_that_autograd_computes_again_in_a_thread_of_its_own_has_its_batchs_rows() -> None:

@@ -193,10 +193,28 @@ def mixed_batch(
                 layer.per_row.require_owner(layer.name)
         if any(getattr(module, "has_batch_axis", None) is None for module in (*rows, *wrappers)):
             _find_batch_axes(base_of(model), undo)
-        for layer, cores in rows.items():
-            undo.enter_context(with_attributes(layer, per_row=cores))
+        undo.enter_context(_in_layers(rows))
         undo.enter_context(guard_recompute(model))
         yield
+
+
+@contextmanager
+def _in_layers(rows: Mapping[FrozenCoreLinear, PerRowCores]) -> Iterator[None]:
+    """Use per-row cores inside, and those of the outer batch afterwards; refuses batches of generators that overlap."""
+    before = {layer: layer.per_row for layer in rows}
+    for layer, cores in rows.items():
+        layer.per_row = cores
+    try:
+        yield
+    finally:
+        is_inner = all(layer.per_row is cores for layer, cores in rows.items())
+        for layer, outer in before.items():
+            layer.per_row = outer if is_inner else None
+        if not is_inner:
+            raise ConfigError(
+                "A batch inside another one ends first, but these two overlapped, so passes since the second one began "
+                "had its rows. Let one generator at a time be inside of bank.rows(...)."
+            )
 
 
 @contextmanager
