@@ -217,7 +217,7 @@ ADDING: list[Refusal] = [
     *((lambda room, name=name: room.model.add_adapter(name, FrozenCoreConfig(r=2, constructor="random")),
        ConfigError, r"An adapter's name is one plain part of a path .* Choose another name\.")
       for name in ("v1.5", ".", "..", "", "/", "a/b", "a\\b", " a", "a\n", "n" * 256, "train", "items", "share", "join",
-                   "0", "1", "layers", "q_proj", "weight", "model", "base_layer")),
+                   "0", "1", "layers", "q_proj", "weight", "model", "base_layer", "__base__")),
 ]  # fmt: skip
 
 

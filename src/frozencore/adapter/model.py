@@ -28,7 +28,7 @@ from frozencore.adapter.core import BASE, sum_cores
 from frozencore.adapter.layer import PREFIX, FrozenCoreLinear, stored_layer, warn_of_uncalibrated
 from frozencore.adapter.loaded_adapter import LoadedAdapter, frozen_core_layers
 from frozencore.adapter.loaded_basis import attach_basis
-from frozencore.adapter.per_row import adapter_of_each_row, guard_recompute
+from frozencore.adapter.per_row import BASE_ROW, adapter_of_each_row, guard_recompute
 from frozencore.adapter.quantised_layer import FrozenCoreQuantisedLinear
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.adapter.state_dict import HEADS, tensors_to_load, tensors_to_save
@@ -420,13 +420,13 @@ def register_with_peft() -> None:
 def _require_name(adapter_name: str, model: nn.Module) -> None:
     """Refuse a name that is not one plain part of a path, or that PEFT would find in the names of other weights."""
     parts = {part for name in base_names(model) for part in name.split(".")}
-    parts |= {"base_model", "model", "base_layer", "modules_to_save", "original_module", "token_adapter"}
+    parts |= {"base_model", "model", "base_layer", "modules_to_save", "original_module", "token_adapter", BASE_ROW}
     is_plain = adapter_name.isprintable() and adapter_name == adapter_name.strip()
     is_plain = is_plain and 0 < len(adapter_name.encode()) < 256
     of_torch = any(hasattr(holder, adapter_name) for holder in (nn.ModuleDict(), SharedFactors()))
     if not is_plain or any(sign in adapter_name for sign in "./\\") or of_torch or adapter_name in parts:
         raise ConfigError(
-            "An adapter's name is one plain part of a path without a dot, no word that torch's modules use (such as "
-            f"'train', 'keys'), and no part of a weight's name, but {adapter_name!r:.60} was given. "
+            "An adapter's name is one plain part of a path without a dot, no word of torch's modules or PEFT (such as "
+            f"'train', 'keys', {BASE_ROW!r}), and no part of a weight's name, but {adapter_name!r:.60} was given. "
             "Choose another name."
         )
