@@ -137,7 +137,7 @@ def test_a_basis_model_and_its_tenant_are_two_commands_that_say_how_they_are_ser
     command: Command, saved: tuple[Path, Path, PeftModel], tmp_path: Path
 ) -> None:
     adapter, base, model = saved
-    shop, tenant = tmp_path / "shop", tmp_path / "tenant"
+    shop, tenant = tmp_path / "the shop", tmp_path / "tenant"
     status, out, _ = command("export", adapter, "--base", base, "--to", "basis-model", "--with-code", "--out", shop)
     said = " ".join(out.split())
     assert (status, "rank 3, 2 layers" in said) == (0, True)
@@ -146,7 +146,7 @@ def test_a_basis_model_and_its_tenant_are_two_commands_that_say_how_they_are_ser
     assert (shop / "frozencore_basis_model.py").read_bytes() == Path(frozencore_basis_model.__file__).read_bytes()
     status, out, _ = command("export", adapter, "--to", "tenant", "--base", shop, "--out", tenant)
     assert status == 0
-    assert f"--model {shop} --enable-lora --max-lora-rank 8 --lora-target-modules core" in " ".join(out.split())
+    assert f"--model '{shop}' --enable-lora --max-lora-rank 8 --lora-target-modules core" in " ".join(out.split())
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(shop), tenant).eval()
     torch.testing.assert_close(logits(loaded), logits(model), atol=1e-5, rtol=1e-5)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,7 +132,7 @@ def _for_vllm(rank: int, way_out: str, basis_model: str | None = None, code: str
         return f"vLLM serves ranks of {VLLM_MAX_RANKS[-1]} at most, not {rank}; {way_out}."
     if basis_model is None:
         return f"vLLM: --enable-lora --max-lora-rank {admitted}"
-    server = f"python -m vllm.entrypoints.openai.api_server --model {basis_model}"
+    server = f"python -m vllm.entrypoints.openai.api_server --model {shlex.quote(basis_model)}"
     return f"vLLM: {server} --enable-lora --max-lora-rank {admitted} --lora-target-modules core --max-loras 64{code}"
 
 
@@ -140,7 +141,8 @@ def onnx(adapter: Path, output: Path, base: str | None, dtype: str, bits: int | 
     size = sum(file.stat().st_size for file in output.iterdir())
     yield f"ONNX model: {done.directory}, {len(done.ranks)} layers, {size:,} bytes"
     yield f"A core is its input {done.core_input}; without one it is the base model."
-    yield f"Tenants: frozencore export ADAPTER --to onnx-adapter --base {done.directory} --out TENANT.onnx_adapter"
+    place = shlex.quote(str(done.directory))
+    yield f"Tenants: frozencore export ADAPTER --to onnx-adapter --base {place} --out TENANT.onnx_adapter"
 
 
 def onnx_adapter(adapter: Path, output: Path, base: str | None, dtype: str) -> Iterator[str]:
