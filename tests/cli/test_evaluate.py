@@ -215,6 +215,17 @@ def test_chat_takes_style_and_system_text_of_the_run_and_says_that_an_answer_is_
     assert "ended its answer at once" in out
 
 
+def test_chat_writes_prompts_with_the_tokenizer_that_a_trainer_saved_beside_the_adapter(
+    talk: Callable[..., tuple[list[str], str]], adapters: list[Path], tmp_path: Path
+) -> None:
+    trained = Path(shutil.copytree(adapters[0] / "adapter", tmp_path / "trained"))
+    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+    tokenizer.chat_template = "{% for m in messages %}Q {{ m.content }} {% endfor %}A"
+    tokenizer.save_pretrained(trained)
+    seen, _ = talk("one\n", trained, adapters[1], answer="yes")
+    assert seen == ["Q one A", "user one bot"]
+
+
 def test_chat_says_that_a_core_of_zeros_is_not_trained(
     talk: Callable[..., tuple[list[str], str]], adapters: list[Path], tmp_path: Path
 ) -> None:

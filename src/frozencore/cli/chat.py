@@ -37,7 +37,7 @@ def chat(
     ] = None,
     device: Annotated[str, flag("device")] = "auto",
 ) -> None:
-    folders = [find_adapter(adapter) for adapter in adapters or ()]
+    folders = [find_adapter(adapter, with_tokenizer=True) for adapter in adapters or ()]
     if sys.stdin is None:
         raise ConfigError(
             "A chat reads the standard input, but that is closed. Start it in a terminal, or give a file."

@@ -11,7 +11,7 @@ from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.cli.display import console
 from frozencore.errors import ConfigError, DataError
 from frozencore.tune.evaluate import BASE, BaseWithAdapter, adapter_names, settings_of, style_of
-from frozencore.tune.load import load_model
+from frozencore.tune.load import load_model, load_tokenizer
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, context_limit
 from frozencore.tune.scoring.exact_match import stream_greedily
 
@@ -41,9 +41,9 @@ def converse(
     max_new_tokens = min(max_new_tokens, context // 2)  # a small model's context keeps place for the question
 
     def speaker(called: str, folder: Path | None) -> Speaker:
-        encoder = PromptEncoder(
-            tokenizer, style=prompt_style or style_of(folder), max_length=context - max_new_tokens, too_long="cut"
-        )
+        own = tokenizer if folder is None else load_tokenizer(name, folder)
+        style = prompt_style or style_of(folder)
+        encoder = PromptEncoder(own, style=style, max_length=context - max_new_tokens, too_long="cut")
         if system is not None and not encoder.is_chat:
             raise ConfigError("--system needs a chat template, but this model's tokenizer has none: leave it out.")
         run = None if folder is None else runs[folder]

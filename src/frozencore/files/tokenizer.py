@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
+
+from frozencore.files.names import TOKENIZER_FILE
 
 
 def read_tokenizer(loading: dict[str, Any]) -> Any:
@@ -17,3 +20,10 @@ def read_tokenizer(loading: dict[str, Any]) -> Any:
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise ValueError("its tokenizer knows no words, as tokenizer.json or its like is missing.")
     return tokenizer
+
+
+def with_own_tokenizer(folder: Path, loading: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for the tokenizer that a trainer saved in an adapter's folder; else those for the base model's."""
+    if not (folder / TOKENIZER_FILE).is_file():
+        return loading
+    return {**loading, "pretrained_model_name_or_path": str(folder), "local_files_only": True}

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from frozencore.device import computes_fast, memory_of, resolve_device
 from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_file import full_name
 from frozencore.files.hub import safe_loading, why_unreadable
-from frozencore.files.tokenizer import read_tokenizer
+from frozencore.files.tokenizer import read_tokenizer, with_own_tokenizer
 from frozencore.progress import Progress
 from frozencore.text import num_of
 from frozencore.tune.adapters import default_targets, targeted_layers
@@ -136,13 +137,20 @@ def load_config(name: str) -> PretrainedConfig:
     return _loaded(name, lambda loading: AutoConfig.from_pretrained(**loading), "has no configuration", way_out="")
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str, adapter: Path | None = None) -> Any:
     """Load only the tokenizer of a model.
+
+    Args:
+        adapter: The folder of an adapter, beside which a trainer may have saved another one.
 
     Raises:
         ModelError: As in :func:`load_model`.
     """
-    return _loaded(name, read_tokenizer, "cannot be read as a tokenizer")
+
+    def load(loading: dict[str, Any]) -> Any:
+        return read_tokenizer(loading if adapter is None else with_own_tokenizer(adapter, loading))
+
+    return _loaded(name, load, "cannot be read as a tokenizer")
 
 
 def _loaded(name: str, load: Callable[[dict[str, Any]], Any], refusal: str, way_out: str = f" {_WAY_OUT}") -> Any:

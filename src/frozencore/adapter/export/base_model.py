@@ -24,8 +24,7 @@ from frozencore.adapter.named_layers import is_end_of
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.files.gguf_file import full_name
 from frozencore.files.hub import begins_as_path, safe_loading, why_unreadable
-from frozencore.files.names import TOKENIZER_FILE
-from frozencore.files.tokenizer import read_tokenizer
+from frozencore.files.tokenizer import read_tokenizer, with_own_tokenizer
 from frozencore.unwrapped_model import base_of
 
 
@@ -139,8 +138,7 @@ def save_tokenizer(directory: Path, out: Path, loading: dict[str, Any]) -> Any:
         processor = AutoProcessor.from_pretrained(**loading)
         if not isinstance(processor, PreTrainedTokenizerBase):  # which most models have instead
             processor.save_pretrained(out)
-    if (directory / TOKENIZER_FILE).is_file():
-        loading = {**loading, "pretrained_model_name_or_path": str(directory), "local_files_only": True}
+    loading = with_own_tokenizer(directory, loading)
     try:
         tokenizer = read_tokenizer(loading)
     except Exception as error:  # transformers raises many kinds
