@@ -15,7 +15,7 @@ import torch
 from accelerate import cpu_offload
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 from transformers import Qwen2ForSequenceClassification
 
 from families import make
@@ -339,6 +339,16 @@ def pruned() -> PeftModel:
     return model
 
 
+def with_pruned_weight(base: nn.Module) -> nn.Module:
+    prune.l1_unstructured(base.model.layers[0].self_attn.q_proj, "weight", 0.5)
+    return base
+
+
+def with_normed_weight(base: nn.Module) -> nn.Module:
+    parametrizations.weight_norm(base.model.layers[0].self_attn.q_proj)
+    return base
+
+
 def offloaded(model: PeftModel | None = None) -> PeftModel:
     model = model or adapted("fcca", alpha=6.0, trained=True)
     return cpu_offload(model, torch.device("cpu"), offload_buffers=True)
@@ -389,7 +399,10 @@ CORES: list[Refusal] = [
     (lambda room: room.model.add_weighted_adapter(["default"], [1.0], "a.b"), ConfigError, "one plain part of a path"),
     (lambda _: merged(adapted("random", model=tiny_qwen2(tie_word_embeddings=True), target_modules=["lm_head"],
                               trainable_token_indices=[1])),
-     ModelError, "'lm_head' computes its weight from trained tokens"),
+     ModelError, "'lm_head' computes its weight from other tensors"),
+    *((lambda _, change=change: merged(adapted("random", model=change(tiny_qwen2()), trained=True)),
+       ModelError, "q_proj' computes its weight from other tensors .trainable_token_indices, pruning")
+      for change in (with_pruned_weight, with_normed_weight)),
     (lambda room: room.sum(["default"] * 2, [1.0]), ConfigError, "as many weights"),
     (lambda room: room.sum(["default"], [1e300]), ArtifactError, "with other weights"),
     (lambda room: room.sum(["default"], [float("nan")]), ConfigError, "weights of a sum are finite numbers, but nan"),

@@ -342,10 +342,10 @@ class FrozenCoreModel(BaseTuner):
             if first is not None and not first.P.is_meta and not first.is_set:
                 warn_of_uncalibrated(f"The adapter {adapter_name!r} that is merged", "before it is merged")
             for name, layer in layers.items():
-                if layer.stored_layer is not layer.get_base_layer():
+                if layer.quantization_backend is None and "weight" not in layer.get_base_layer()._parameters:
                     raise ModelError(
-                        f"Layer {name!r} computes its weight from trained tokens (trainable_token_indices), so a "
-                        "merged update would be lost. Keep the adapter unmerged."
+                        f"Layer {name!r} computes its weight from other tensors (trainable_token_indices, pruning, "
+                        "parametrizations), so a merged update would be lost. Keep the adapter unmerged."
                     )
                 num_others = num_owners[id(getattr(layer.get_base_layer(), "weight", None))] - 1
                 if num_others > 0:
