@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
-from transformers import BertForQuestionAnswering, BertForTokenClassification
+from transformers import BertForQuestionAnswering, BertForSequenceClassification, BertForTokenClassification
 from transformers.pytorch_utils import Conv1D
 
 from families import FAMILIES, batch_for, make, outcome, row_on_page, rows_on_page, without_padding
@@ -75,9 +75,14 @@ def test_a_classifier_whose_head_has_another_name_than_pefts_reloads(tmp_path: P
     assert torch.equal(model.eval()(ids).logits, again(ids).logits)
 
 
+@pytest.mark.filterwarnings("error:No module is called")
 @pytest.mark.parametrize(
     ("kind", "task_type", "head"),
-    [(BertForTokenClassification, "TOKEN_CLS", "classifier"), (BertForQuestionAnswering, "QUESTION_ANS", "qa_outputs")],
+    [
+        (BertForSequenceClassification, "SEQ_CLS", "classifier"),
+        (BertForTokenClassification, "TOKEN_CLS", "classifier"),
+        (BertForQuestionAnswering, "QUESTION_ANS", "qa_outputs"),
+    ],
 )
 @pytest.mark.parametrize("others", [None, ["word_embeddings"]])
 def test_the_head_of_a_task_trains_and_is_saved(
@@ -87,7 +92,7 @@ def test_the_head_of_a_task_trains_and_is_saved(
         torch.manual_seed(0)
         return kind(make("bert").config)
 
-    config = FrozenCoreConfig(r=2, constructor="random", task_type=task_type, modules_to_save=others)
+    config = FrozenCoreConfig(r=2, constructor="random", task_type=task_type, modules_to_save=others and [*others])
     model = get_peft_model(base(), config)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert any(f".{head}." in name for name in trained)

@@ -76,7 +76,7 @@ class FrozenCoreModel(BaseTuner):
         before = {name: copy.copy(getattr(config, name)) for name in FILLED_IN}
         if config.basis is None and not config.load_bases:
             config.attach_basis_id(None)  # the id belongs to the model from which the configuration was taken
-        if heads := HEADS.get(str(config.task_type)):
+        if heads := HEADS.get(str(config.task_type), ()):
             given = config.modules_to_save or []
             config.modules_to_save = [*given, *(head for head in heads if head not in given)]
         if config.target_modules is None:
@@ -98,7 +98,7 @@ class FrozenCoreModel(BaseTuner):
                 raise ConfigError("Cores are put on layers, but rank_pattern gives each rank 0. Give some a rank.")
             named_layers.require_all_calls(model, layers)
             if not config.load_bases:
-                named_layers.warn_of_unmatched(config, before, layers, model)
+                named_layers.warn_of_unmatched(config, before, layers, model, heads=heads)
             if not low_cpu_mem_usage and not config.load_bases:  # else a file will bring the cores
                 for layer in layers.values():
                     layer.fill_core(adapter_name)

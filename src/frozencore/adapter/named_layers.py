@@ -336,11 +336,14 @@ def require_all_calls(model: nn.Module, layers: Mapping[str, BaseTunerLayer]) ->
             )
 
 
-def warn_of_unmatched(config: Any, given: Mapping[str, Any], layers: Collection[str], model: nn.Module) -> None:
+def warn_of_unmatched(
+    config: Any, given: Mapping[str, Any], layers: Collection[str], model: nn.Module, *, heads: Collection[str]
+) -> None:
     """Warn of names among several targets, and of numbers, that no adapted layer has; of modules that are not there.
 
     Args:
         given: The fields as they were before the names of layers were filled in.
+        heads: The names that PEFT adds to ``modules_to_save`` for a task. A model has one of them.
     """
     is_list = not isinstance(given["target_modules"], str | None)
     targets, numbers = config.target_modules if is_list else (), config.layers_to_transform
@@ -354,7 +357,9 @@ def warn_of_unmatched(config: Any, given: Mapping[str, Any], layers: Collection[
             str(one) for one in numbers if not any(str(one) in layer.split(".") for layer in layers)
         ],
         "module is called {} (modules_to_save)": [
-            one for one in given["modules_to_save"] or () if not any(name.endswith(one) for name in modules)
+            one
+            for one in given["modules_to_save"] or ()
+            if one not in heads and not any(name.endswith(one) for name in modules)
         ],
     }
     for what, names in unmatched.items():
