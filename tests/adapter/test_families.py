@@ -135,6 +135,21 @@ def test_a_layer_that_its_block_does_not_call_is_no_target() -> None:
         get_peft_model(attention, FrozenCoreConfig(constructor="random", target_modules=["out_proj"]))
 
 
+def test_a_core_in_torchs_encoder_layer_acts_in_evaluation_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encoder(*, batch_first: bool) -> PeftModel:
+        config = FrozenCoreConfig(r=2, constructor="random", target_modules=["linear1"], init_weights=False)
+        return get_peft_model(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=batch_first), config)
+
+    with pytest.raises(ModelError, match=r"the weight of 'linear1' and does not .*set_fastpath_enabled.False."):
+        encoder(batch_first=True)
+    models = [encoder(batch_first=False)]
+    monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
+    models.append(encoder(batch_first=True))
+    x = torch.randn(3, 4, 8)
+    for model in models:
+        torch.testing.assert_close(model.eval()(x), model.train()(x))
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED["export"]))
 def test_what_peft_refuses_is_not_exported(name: str, tmp_path: Path) -> None:
     model = get_peft_model(make(name), FrozenCoreConfig(r=2, constructor="random", target_modules=["out_proj"]))

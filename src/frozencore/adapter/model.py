@@ -140,9 +140,11 @@ class FrozenCoreModel(BaseTuner):
         if rank == 0:
             return
         if not named_layers.is_called(target_name, parent):
+            is_fused = named_layers.is_fused_in_evaluation(parent)
+            way_out = " Or call torch.backends.mha.set_fastpath_enabled(False) before." if is_fused else ""
             raise ModelError(
                 f"{type(parent).__name__} computes with the weight of {current_key!r} and does not call the "
-                "layer, so a core on it would have no effect. Leave it out of target_modules."
+                f"layer, so a core on it would have no effect. Leave it out of target_modules.{way_out}"
             )
         layer = target if isinstance(target, FrozenCoreLinear) else self._new_layer(target, adapter_name, current_key)
         if layer is not target:  # first: PEFT moves a new layer's tensors to its weight's device, meta if offloaded

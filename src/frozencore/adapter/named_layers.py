@@ -200,12 +200,21 @@ def is_plain_linear(layer: nn.Module) -> bool:
 
 
 def is_called(name: str, block: nn.Module) -> bool:
-    """Return whether a block calls its layer: two kinds multiply by the weight of a layer themselves.
+    """Return whether a block calls its layer: three kinds multiply by the weight of a layer themselves.
 
-    A core on a layer that is not called is not trained. In any other block calibration refuses such a layer by name.
+    A core on a layer that is not called is not trained, or has no effect in evaluation, where torch's encoder layers
+    are fused. In any other block calibration refuses such a layer by name.
     """
+    if is_fused_in_evaluation(block):
+        return False
     is_mamba = type(block).__name__.endswith("MambaMixer") and last_part(name) == "dt_proj"
     return not (is_mamba or (isinstance(block, nn.MultiheadAttention) and last_part(name) == "out_proj"))
+
+
+def is_fused_in_evaluation(block: nn.Module) -> bool:
+    """Return whether torch may compute a block of linear layers in one kernel, without calling them."""
+    is_encoder = isinstance(block, nn.TransformerEncoderLayer) and block.self_attn.batch_first
+    return is_encoder and torch.backends.mha.get_fastpath_enabled()
 
 
 def exclude_unusable(config: Any, model: nn.Module) -> None:
