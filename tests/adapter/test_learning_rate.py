@@ -173,6 +173,23 @@ def test_the_model_is_as_before() -> None:
     assert not any(torch.count_nonzero(layer.core("default")) for layer in cores_of(model))
 
 
+def test_an_optimizer_that_steps_in_the_backward_pass_takes_no_step() -> None:
+    """As PyTorch's tutorial and torchtune run it: the hook of a gradient steps, and throws the gradient away."""
+    model, plain, steps = adapted(calibrated=False), adapted(calibrated=False), []
+
+    def step(core: torch.Tensor) -> None:
+        steps.append(core)
+        core.grad = None
+
+    for layer in cores_of(model):
+        layer.core("default").register_post_accumulate_grad_hook(step)
+    rates = [calibrate(one, BATCHES, progress=False).learning_rate for one in (model, plain)]
+    assert not steps
+    assert rates[0] == rates[1]
+    model.train()(**BATCHES[0]).loss.backward()
+    assert len(steps) == len(cores_of(model))
+
+
 def test_the_examples_are_spread_over_all_batches() -> None:
     batches: list[Any] = [{"input_ids": torch.arange(8).view(8, 1) + 8 * i} for i in range(4)]
     classifier = torch.nn.Identity()

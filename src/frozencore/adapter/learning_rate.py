@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +137,9 @@ def _active_at_zero(
                 undo.enter_context(_on_basis(layer, adapter_name, bases[name]))
             core = layer.core(adapter_name)
             undo.enter_context(with_attributes(core, grad=None, data=torch.zeros_like(core)))
+            hooks: Any = core._post_accumulate_grad_hooks or {}  # an optimizer may step in one
+            undo.callback(hooks.update, hooks.copy())
+            hooks.clear()
             core.requires_grad_(True)
             cores.append(core)
         yield cores
