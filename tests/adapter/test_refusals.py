@@ -390,6 +390,9 @@ CORES: list[Refusal] = [
       (get_core, get_basis, tenant_weights, partial(round_core, bits=8), partial(export_lora, out="none"))),
     (swap_in_offloaded, ModelError, "accelerate offloaded that of layer"),
     (lambda _: get_peft_model_state_dict(pruned()), ModelError, "computed from other tensors"),
+    (lambda room: get_peft_model_state_dict(room.model, adapter_name="default", state_dict={
+        name: X for name, X in room.model.state_dict().items() if "layers.0" in name}),
+     ArtifactError, "saved whole, but the state dict has 4 of its 8 cores"),
     (lambda room: swap_core(room.model, room.core, adapter_name="other"), ConfigError, "no .* adapter 'other', only"),
     (lambda room: swap_core(merged(room.model), room.core), ConfigError, "unmerge_adapter"),
     (stale(lambda room: room.model.merge_adapter()), ConfigError, "unmerge_adapter"),

@@ -89,6 +89,11 @@ def tensors_to_save(
         layer.require_plain_core(adapter_name)
     mark = f".{PREFIX}R."
     cores = {key.partition(mark)[0].removeprefix(BASE): unsharded(R) for key, R in state.items() if mark in key}
+    if len(cores) < len(adapter.layers):
+        raise ArtifactError(
+            f"An adapter is saved whole, but the state dict has {len(cores)} of its {len(adapter.layers)} cores. Give "
+            "the state dict of the whole model, or none."
+        )
     tensors = {key: unsharded(value) for key, value in _trained_modules(model, adapter_name, state_dict).items()}
     if any(X.is_meta for X in (*cores.values(), *(factors.P for factors in adapter.bases.values()))):
         values = torch.empty(sum(R.numel() for R in cores.values()), device="meta")  # names and shapes alone
