@@ -109,6 +109,13 @@ def test_a_part_that_a_folder_of_tables_does_not_have_is_one_line(part: str, tmp
         read_source(f"{tmp_path / 'd'}:{part}")
 
 
+def test_a_table_in_a_folder_is_refused_as_the_file_itself(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "train.csv").write_text('a\n"He said "hi" to me"\n')
+    with pytest.raises(DataError, match="train.csv cannot be read as CSV in UTF-8: line 2"):
+        read_source(f"{tmp_path / 'd'}:train")
+
+
 def test_tables_of_a_split_with_other_columns_are_refused(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     for name, column in (("a", "completion"), ("b", "answer")):
@@ -229,13 +236,23 @@ WRONG: list[tuple[str, bytes, str]] = [
     ("a.json", b"3", "it must be a list of objects, or an object a line, but is 3"),
     ("a.json", b'{"text": "a"}\n3', "line 2 must be a JSON object"),
     ("a.csv", b"text,text\na,b\n", "'text' is given twice"),
-    ("a.csv", b'text\n"a\n', "a.csv cannot be read as CSV in UTF-8: .*inside string"),
+    ("a.csv", b'text\n"a\n', "a.csv cannot be read as CSV in UTF-8: line 2: unexpected end of data"),
+    (
+        "a.csv",
+        b'text\nb\n"He said \\"hi\\" to me"\n',
+        "line 3: ',' expected after '\"'. Inside of a quoted cell a quote is",
+    ),
+    ("a.csv", b'text\n"He said "hi" to me"\n', "line 2: ',' expected after '\"'"),
     ("a.csv", b"text\n\xff\xfe\n", "in UTF-8: .*codec can't decode"),
     ("a.csv", b"text\n", "holds no rows"),
     ("a.csv", b",,text,other\n0,1,a,b\n", "the column '' is given twice"),
-    ("a.tsv", b'text\tother\n"a\tb\tc\n', "a.tsv cannot be read as TSV in UTF-8: .*inside string"),
+    ("a.tsv", b'text\tother\n"a\tb\tc\n', "a.tsv cannot be read as TSV in UTF-8: .*unexpected end"),
     ("a.csv", b"\n\n", "holds no rows"),
-    ("a.csv", b"text,other\na,b,c\n", r"^[^:]*a.csv cannot be read as CSV in UTF-8: .*2 fields in line 2, saw 3"),
+    (
+        "a.csv",
+        b"text,other\na,b,c\n",
+        r"^[^:]*a.csv cannot be read as CSV in UTF-8: line 2 has 3 cells, but the header 2",
+    ),
     ("a.arrow", b"ARROW1 no", "cannot be read as ARROW"),
     ("a.arrow", arrow_with_twins(), "the column 'text' is given twice"),
     ("a.parquet", b"nothing", "cannot be read as PARQUET"),

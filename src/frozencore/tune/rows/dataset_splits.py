@@ -37,8 +37,8 @@ def read_split(name: str, config: str | None, split: str) -> list[RawRow]:
     if folder is not None:
         way_out = "Give a configuration and a split that it has, and files of a kind that datasets reads."
         if tables := _separated_tables(folder, config, split):
-            with suppress(OSError, ValueError):  # of a file, or a slice; load_split says what is wrong
-                every = [row for file in tables for row in rows_of_file(file, str(file))]
+            every = [row for file in tables for row in rows_of_file(file, str(file))]
+            with suppress(ValueError):  # of a slice; load_split says what is wrong
                 (part,) = ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: len(every)})
                 if len({tuple(row) for row in every}) == 1 and (left := every[part.from_ : part.to]):
                     return left

@@ -1,6 +1,6 @@
 """Tables as rows: CSV, TSV, Parquet and Arrow, and compressed files. They keep the text of each value.
 
-``datasets`` would read ``007`` as 7, ``NA`` as nothing, and dates as such. The imports take more than a second.
+``datasets`` would read ``007`` as 7, ``NA`` as nothing, and dates as such.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import pandas
 import pyarrow
 from pyarrow import ipc, parquet
 
@@ -28,37 +27,54 @@ def decompressed(path: Path, compression: str) -> IO[bytes]:
 
 def _read_separated(content: IO[bytes], *, separator: str) -> list[RawRow]:
     """Read a table as text; where commas are for decimals, spreadsheets separate the cells of a CSV by semicolons."""
-    whole = content.read()
-    header = whole.lstrip().partition(b"\n")[0]
-    if b";" in header and separator.encode() not in header:
+    text = content.read().decode("utf-8-sig")
+    header = text.lstrip().partition("\n")[0]
+    if ";" in header and separator not in header:
         separator = ";"
-    quoting = csv.QUOTE_NONE if separator == "\t" and _is_plain(whole) else csv.QUOTE_MINIMAL
-    try:
-        table = pandas.read_csv(
-            io.BytesIO(whole), sep=separator, header=None, dtype=str, keep_default_na=False, encoding="utf-8-sig",
-            quoting=quoting,
-        )  # fmt: skip
-    except pandas.errors.EmptyDataError:
-        return []
-    lines = table.fillna("").to_numpy().tolist()
-    while lines and not any(map(str.strip, lines[0])):  # before the header
-        lines.pop(0)
-    names, *rows = lines or [[]]
-    names = [name.strip() for name in names]
+    lines = iter(_cells(text, separator, is_quoted=not (separator == "\t" and _is_plain(text))))
+    names = [name.strip() for name in next((cells for _, cells in lines if any(map(str.strip, cells))), [])]
+    width, rows = len(names), []
+    for number, cells in lines:
+        if len(cells) > width:
+            raise ValueError(f"line {number} has {len(cells)} cells, but the header {width}.")
+        rows.append([*cells, *[""] * (width - len(cells))])
     while names and not names[-1] and not any(row[len(names) - 1].strip() for row in rows):
         names.pop()  # separators at the end of the line, as spreadsheets write them
     require_once(names, "column")
     return [dict(zip(names, row, strict=False)) for row in rows]
 
 
-def _is_plain(whole: bytes) -> bool:
+def _cells(text: str, separator: str, *, is_quoted: bool) -> list[tuple[int, list[str]]]:
+    """The cells of each line that is not empty, with its number.
+
+    A quote that ends no cell is refused: Spark and MySQL write ``\\"`` inside of cells, and a lenient reader would keep
+    the backslash and move the quotes.
+    """
+    longest = csv.field_size_limit(len(text) + 1)
+    reader = csv.reader(
+        io.StringIO(text, newline=""),
+        delimiter=separator,
+        quoting=csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE,
+        strict=True,
+    )
+    try:
+        lines = ((reader.line_num, cells) for cells in reader)
+        return [(number, cells) for number, cells in lines if cells and not (len(cells) == 1 and cells[0].isspace())]
+    except csv.Error as error:
+        way_out = "Inside of a quoted cell a quote is written twice."
+        raise ValueError(f"line {reader.line_num}: {error}. {way_out}") from error
+    finally:
+        csv.field_size_limit(longest)
+
+
+def _is_plain(text: str) -> bool:
     """Return whether a quote in tab-separated text is a letter: each line has all columns, and quotes would join some.
 
     Such files have no quoting; those of spreadsheets have quotes around a cell with a tab, a line end or a quote.
     """
-    if b'"' not in whole:  # most files: quoting changes nothing
+    if '"' not in text:  # most files: quoting changes nothing
         return False
-    lines = [line for line in whole.decode("utf-8-sig").split("\n") if line.strip()]
+    lines = [line for line in text.split("\n") if line.strip()]
     counts = {line.count("\t") for line in lines}
     if len(counts) != 1 or counts == {0}:
         return False
