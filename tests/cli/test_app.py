@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import runpy
 import signal
@@ -59,6 +60,17 @@ def test_a_program_whose_streams_are_closed_ends_as_with_open_ones() -> None:
     words = f"'{sys.executable}' -m frozencore"
     for line, status in (("--version >&-", 0), ("tune --model pocket --data none --out x 2>&- >&-", 2)):
         assert subprocess.run(f"{words} {line}", shell=True, check=False).returncode == status
+
+
+def test_a_letter_that_the_encoding_of_the_screen_lacks_is_escaped(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frozencore_lab.campaign.results.status_lines", lambda _: ["Grüße"])
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert command("campaign", "status", tmp_path)[0] == 0
+    screen.seek(0)
+    assert screen.read() == "Gr\\xfc\\xdfe\n"
 
 
 def test_ctrl_c_says_that_something_goes_on_only_if_something_is_saved(
