@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import math
+import os
 import random
 import weakref
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -137,6 +139,17 @@ def test_only_trainable_parameters_change_states_are_put_back_and_nothing_is_pri
     assert model.config.use_cache is True
     assert not model.training
     assert (list(tmp_path.iterdir()), capfd.readouterr().out) == ([], "")
+
+
+@pytest.mark.parametrize("left", [{"LOCAL_RANK": "0"}, {"WORLD_SIZE": "4"}, {"PMI_SIZE": "2"}])
+def test_what_a_scheduler_or_a_notebook_left_in_the_environment_makes_a_process_no_part_of_several(
+    left: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    AcceleratorState._reset_state(reset_partial_state=True)  # as in a new process
+    train(with_lora(tiny_qwen2()), ROWS, RECIPE, pad_id=0)
+    assert left.items() <= os.environ.items()
 
 
 def test_epochs_of_all_seeds_have_different_orders() -> None:

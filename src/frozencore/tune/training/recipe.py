@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
+from frozencore.distributed import num_ranks
 from frozencore.errors import ConfigError
 from frozencore.tune.config_parts import TrainingConfig
 
@@ -122,6 +125,21 @@ def require_reporters(names: Sequence[str]) -> None:
         )
 
 
+OF_SEVERAL = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""The variables by which accelerate takes a process for one of several."""
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Hide what a scheduler or another program left of :data:`OF_SEVERAL`, if this process is in no group."""
+    hidden = {name: os.environ.pop(name) for name in OF_SEVERAL if name in os.environ} if num_ranks() == 1 else {}
+    try:
+        yield
+    finally:
+        os.environ |= hidden
+
+
+@_alone()
 def training_arguments(
     model: nn.Module,
     recipe: Recipe,
