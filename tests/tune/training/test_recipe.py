@@ -152,6 +152,13 @@ def test_what_a_scheduler_or_a_notebook_left_in_the_environment_makes_a_process_
     assert left.items() <= os.environ.items()
 
 
+def test_the_mixed_precision_of_accelerate_is_said_and_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = train(with_lora(tiny_qwen2()), ROWS, RECIPE, pad_id=0)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.warns(UserWarning, match="mixed precision .bf16. is not used"):
+        assert train(with_lora(tiny_qwen2()), ROWS, RECIPE, pad_id=0).training == plain.training
+
+
 def test_epochs_of_all_seeds_have_different_orders() -> None:
     recipes = [Recipe(learning_rate=1.0, warmup=0.0, seed=seed) for seed in (*range(40, 60), 2**40, -1)]
     orders = [tuple(recipe.row_order(50, epoch)) for recipe in recipes for epoch in range(10)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -192,6 +193,10 @@ def training_arguments(
         use_cpu=next(model.parameters()).device.type == "cpu",
         optim="adamw_torch_fused",
     )
+    if arguments.mixed_precision != "no":  # of the environment: `accelerate launch` sets it, also by its configuration
+        what = f"accelerate's mixed precision ({arguments.mixed_precision}) is not used: --dtype is that of a run."
+        warnings.warn(what, stacklevel=2)
+        arguments.mixed_precision = "no"
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # several devices go through accelerate; DataParallel would multiply the batch
     if arguments.distributed_state.distributed_type == DistributedType.NO:
