@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -28,8 +29,19 @@ def test_properties_are_means_over_tokens() -> None:
     np.testing.assert_allclose(numpy_of(moments.d), np.diag(expected.D), rtol=1e-10)
 
 
+def test_moments_of_two_parts_add_up_to_those_of_the_whole() -> None:
+    whole = drawn_layer(num_tokens=50)
+    first = dataclasses.replace(whole, X=whole.X[:20], E=whole.E[:20]).moments()
+    second = dataclasses.replace(whole, X=whole.X[20:], E=whole.E[20:]).moments()
+    together, expected = first + second, whole.moments()
+    assert together.num_tokens == 50
+    for name in expected.names():
+        torch.testing.assert_close(getattr(together, name), getattr(expected, name), rtol=1e-12, atol=1e-12)
+
+
 ONES = torch.ones(2)
 REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: LayerMoments(1, input_square=ONES) + LayerMoments(1, error_square=ONES), "of the same kind add up"),
     (lambda: LayerMoments(3, input_square=ONES).G, "'cross' is needed here but was not collected.*: input_square"),
     *((lambda bad=bad: LayerMoments(3, input_square=torch.tensor([1.0, bad])).a, "'input_square' has NaN or Inf")
       for bad in (math.nan, math.inf, -math.inf)),

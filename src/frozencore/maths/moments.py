@@ -119,6 +119,13 @@ class LayerMoments:
         """The moments that were collected."""
         return tuple(name for name in MOMENT_NAMES if getattr(self, name) is not None)
 
+    def __add__(self, other: LayerMoments) -> LayerMoments:
+        """Add the moments of two sets of tokens, for calibration that ran in parts."""
+        if self.names() != other.names():
+            raise CalibrationError(f"Only moments of the same kind add up, but {self.names()} met {other.names()}.")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in self.names()}
+        return LayerMoments(num_tokens=self.num_tokens + other.num_tokens, **sums)
+
     def max_over_median(self, name: MomentName) -> float | None:
         """:func:`max_over_median` of a vector of second moments; None if it was not collected."""
         return None if getattr(self, name) is None else max_over_median(self.mean(name))
