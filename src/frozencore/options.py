@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -72,10 +72,15 @@ class Option:
         """The line of help; empty for a field that is no option."""
         return next((text for text in getattr(self.type, "__metadata__", ()) if isinstance(text, str)), "")
 
-    @property
+    @cached_property
+    def alternatives(self) -> tuple[tuple[Any, Bounds], ...]:
+        """The types of its values, each with its bounds."""
+        return tuple(_alternatives(self.type))
+
+    @cached_property
     def rule(self) -> str:
         """The allowed values in words."""
-        return " or ".join(_in_words(kind, bounds) for kind, bounds in _alternatives(self.type))
+        return " or ".join(_in_words(kind, bounds) for kind, bounds in self.alternatives)
 
     @property
     def text_rule(self) -> str:
@@ -85,11 +90,11 @@ class Option:
     @property
     def kinds(self) -> tuple[Any, ...]:
         """The types of its values, without None."""
-        return tuple(kind for kind, _ in _alternatives(self.type) if kind is not NoneType)
+        return tuple(kind for kind, _ in self.alternatives if kind is not NoneType)
 
     @property
     def may_be_none(self) -> bool:
-        return any(kind is NoneType for kind, _ in _alternatives(self.type))
+        return any(kind is NoneType for kind, _ in self.alternatives)
 
     @property
     def takes_several(self) -> bool:
@@ -126,13 +131,13 @@ class Option:
 
     def _checked(self, value: Any, name: str, rule: str, *, is_text: bool = False) -> Any:
         try:
-            return _converted(self.type, value, is_text=is_text)
+            return _converted(self.alternatives, value, is_text=is_text)
         except ValueError:
             raise ConfigError(f"{name} must be {rule}, but {value!r:.200} was given.") from None
 
     def json_schema(self) -> dict[str, Any]:
         """The allowed values as a JSON schema."""
-        parts = [_schema(kind, bounds) for kind, bounds in _alternatives(self.type)]
+        parts = [_schema(kind, bounds) for kind, bounds in self.alternatives]
         return parts[0] if len(parts) == 1 else {"anyOf": parts}
 
 
@@ -194,9 +199,9 @@ def _alternatives(kind: Any, bounds: Bounds = FREE) -> Iterator[tuple[Any, Bound
         yield kind, bounds
 
 
-def _converted(kind: Any, value: Any, *, is_text: bool = False) -> Any:
+def _converted(alternatives: Iterable[tuple[Any, Bounds]], value: Any, *, is_text: bool = False) -> Any:
     """The value as the first type of a union that takes it; the words of a ``Literal`` come before other types."""
-    for part, bounds in sorted(_alternatives(kind), key=lambda one: get_origin(one[0]) is not Literal):
+    for part, bounds in sorted(alternatives, key=lambda one: get_origin(one[0]) is not Literal):
         try:
             return _as_text_of(part, bounds, value) if is_text else _as_value_of(part, bounds, value)
         except ValueError:
@@ -206,7 +211,7 @@ def _converted(kind: Any, value: Any, *, is_text: bool = False) -> Any:
 
 def _as_value_of(kind: Any, bounds: Bounds, value: Any) -> Any:
     if get_origin(kind) is tuple and isinstance(value, list | tuple):
-        return tuple(_converted(part, one) for part, one in _items(kind, bounds, value))
+        return tuple(_converted(_alternatives(part), one) for part, one in _items(kind, bounds, value))
     if get_origin(kind) is Literal and any(type(one) is type(value) and one == value for one in get_args(kind)):
         return value
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and bounds.hold(value):
@@ -227,7 +232,8 @@ def _as_text_of(kind: Any, bounds: Bounds, given: Any) -> Any:
     if get_origin(kind) is tuple:
         parts = given.split(",") if isinstance(given, str) else given
         texts = [part.strip() if isinstance(given, str) else part for part in parts]
-        return tuple(_converted(part, one, is_text=True) for part, one in _items(kind, bounds, [*filter(None, texts)]))
+        items = _items(kind, bounds, [*filter(None, texts)])
+        return tuple(_converted(_alternatives(part), one, is_text=True) for part, one in items)
     if get_origin(kind) is Literal:
         return _as_value_of(kind, bounds, next((one for one in get_args(kind) if str(one) == given), given))
     return _as_value_of(kind, bounds, kind(given) if kind in (int, float) and isinstance(given, str) else given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,20 +71,25 @@ def test_two_processes_leave_what_one_leaves_and_go_on_with_what_is_missing(
 
 
 @pytest.mark.parametrize(
-    ("more", "rule"),
+    ("names", "more", "rule"),
     [
-        ((), "a basis that --basis names"),
-        (("--basis", "BASIS", "--device", "cpu:0"), "--device cpu:0"),
-        (("--basis", "BASIS", "--tenants", "ONE"), "there are 1 tenant for 2"),
+        (SIZES, (), "a basis that --basis names"),
+        (SIZES, ("--basis", "BASIS", "--device", "cpu:0"), "--device cpu:0"),
+        (["anna"], ("--basis", "BASIS"), "there are 1 tenant for 2"),
     ],
 )
 def test_what_several_processes_cannot_share_is_refused_in_a_line_each(
-    tenants: Path, together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path, more: tuple[str, ...], rule: str
+    tenants: Path,
+    together: tuple[Path, dict[str, TenantOutcome]],
+    tmp_path: Path,
+    names: Iterable[str],
+    more: tuple[str, ...],
+    rule: str,
 ) -> None:
-    one = tmp_path / "one.yaml"
-    one.write_text(f"anna: {tenants}/anna.jsonl\n")
-    places = {"BASIS": str(together[0] / "basis"), "ONE": str(one)}
-    done = by_two(words(tenants, tmp_path / "many", *(places.get(word, word) for word in more)), tmp_path)
+    files = tmp_path / "tenants.yaml"
+    files.write_text("".join(f"{name}: {tenants}/{name}.jsonl\n" for name in names))
+    places = {"BASIS": str(together[0] / "basis")}
+    done = by_two(words(files, tmp_path / "many", *(places.get(word, word) for word in more)), tmp_path)
     assert done.status != 0
     refusals = [line for line in done.err.splitlines() if line.startswith("frozencore: ")]
     assert len(refusals) == 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -198,13 +199,18 @@ def _drawn_differences(
     for seed, (run, other) in enumerate(pairs):
         rows = [places[row] for row in run.rows]
         parts[:, rows, seed] = run.sums, run.counts, other.sums, other.counts
-    # Poisson weights: each row's number of draws, independent of the other rows'
-    weights = np.random.default_rng(0).poisson(1.0, (draws, len(places))).astype(np.float64)
+    weights = _row_weights(draws, len(places))
     own_sums, own_counts, sums, counts = (weights @ part for part in parts)
     whole = (own_counts > 0).all(1)  # a draw may hold no row of a seed with few rows
     if whole.sum() < 2:
         return None
     return own_sums[whole] / own_counts[whole] - sums[whole] / counts[whole], len(places)
+
+
+@lru_cache(maxsize=1)
+def _row_weights(draws: int, num_rows: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Poisson weights, (draws, rows): each row's number of draws, independent of the other rows'."""
+    return np.random.default_rng(0).poisson(1.0, (draws, num_rows)).astype(np.float64)
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
