@@ -133,6 +133,7 @@ DIFFERENCES: Sequence[Difference] = [
     ("later: own basis minus shared FCCA, both at measured rates", TUNED, ("measured", 16), every),
     ("later: own basis as of tune minus LoRA, r = 16", TUNED, ("lora", 16), every),
     ("later: own basis as of tune minus LoRA, r = 16, at the best of three rates each", TUNED, ("chosen", 16), every),
+    ("later: own basis as of tune minus shared FCCA, the best of three rates each", TUNED, ("chosen_fcca", 16), every),
     (
         "later: shared FCCA minus LoRA, r = 16, both at the best of three rates each",
         ("chosen_fcca", 16),
