@@ -10,6 +10,7 @@ from pathlib import Path
 from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.cli.display import console
 from frozencore.errors import ConfigError, DataError
+from frozencore.files.tokenizer import has_tokenizer
 from frozencore.tune.evaluate import BASE, BaseWithAdapter, adapter_names, settings_of, style_of
 from frozencore.tune.load import load_model, load_tokenizer
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, context_limit
@@ -41,7 +42,7 @@ def converse(
     max_new_tokens = min(max_new_tokens, context // 2)  # a small model's context keeps place for the question
 
     def speaker(called: str, folder: Path | None) -> Speaker:
-        own = tokenizer if folder is None else load_tokenizer(name, folder)
+        own = load_tokenizer(name, folder) if folder is not None and has_tokenizer(folder) else tokenizer
         style = prompt_style or style_of(folder)
         encoder = PromptEncoder(own, style=style, max_length=context - max_new_tokens, too_long="cut")
         if system is not None and not encoder.is_chat:

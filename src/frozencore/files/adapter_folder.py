@@ -168,7 +168,7 @@ def folder_of(
     if not is_hub_id(place) or is_folder(place):
         return folder
     files = [CONFIG_FILE, WEIGHTS_FILE, HEADER_FILE, FACTORS_FILE, CARD_FILE]
-    wanted = [*files, *(f"basis/{name}" for name in (HEADER_FILE, FACTORS_FILE))]
+    wanted = [*files, *(f"{BASIS}/{name}" for name in (HEADER_FILE, FACTORS_FILE))]
     wanted += TOKENIZER_FILES if with_tokenizer else ()
     fetched: Path = hub_client().download(
         place, revision, wanted, instead=PICKLE_FILE, unless=(WEIGHTS_FILE, HEADER_FILE), cache_dir=cache_dir

@@ -22,8 +22,13 @@ def read_tokenizer(loading: dict[str, Any]) -> Any:
     return tokenizer
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer is saved in a folder."""
+    return (folder / TOKENIZER_FILE).is_file()
+
+
 def with_own_tokenizer(folder: Path, loading: dict[str, Any]) -> dict[str, Any]:
     """The arguments for the tokenizer that a trainer saved in an adapter's folder; else those for the base model's."""
-    if not (folder / TOKENIZER_FILE).is_file():
+    if not has_tokenizer(folder):
         return loading
     return {**loading, "pretrained_model_name_or_path": str(folder), "local_files_only": True}

@@ -8,7 +8,7 @@ from pathlib import Path
 from frozencore.calibration.batches import stated_ids
 from frozencore.errors import FrozenCoreError
 from frozencore.files.atomic_write import write_json
-from frozencore.files.names import TOKENIZER_FILE
+from frozencore.files.tokenizer import has_tokenizer
 from frozencore.tune.load import load_tokenizer
 from frozencore.tune.rows.prompts import PromptEncoder
 
@@ -25,7 +25,7 @@ def add_stop_tokens(folder: Path) -> tuple[str, ...]:
         The tokens that were added; none if the folder has no chat template or no generation settings.
     """
     file = folder / SETTINGS
-    if not (file.is_file() and (folder / TOKENIZER_FILE).is_file()):
+    if not (file.is_file() and has_tokenizer(folder)):
         return ()
     tokenizer = load_tokenizer(str(folder.absolute()))
     if not tokenizer.chat_template:

@@ -17,7 +17,7 @@ from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.hub import safe_loading
-from frozencore.files.names import TOKENIZER_FILE
+from frozencore.files.tokenizer import has_tokenizer
 from frozencore.maths.quantise import LOST_TO_ROUNDING
 from frozencore.text import one_line
 
@@ -56,7 +56,7 @@ def export_merged(
         base_model = load_base_model(base, dtype, loading, why_not)
         tokenizer = save_tokenizer(directory, aside, loading)
         try:
-            if (directory / TOKENIZER_FILE).is_file() and tokenizer is not None:
+            if has_tokenizer(directory) and tokenizer is not None:
                 _embed_all(base_model, len(tokenizer))
             _require_modules(saved, base_model, base)
             adapted = PeftModel.from_pretrained(base_model, str(directory))
