@@ -109,6 +109,7 @@ LOWER = ("own, at 0.02", 16)
 """Own bases at the rate of the shared one, half of the one found for them."""
 BITS = (8, 4, 3, 2, 1)
 TUNED, FIRST = ("tuned", 16), ("fcca", 16)
+CHOSEN_LORA, CHOSEN_FCCA = ("chosen", 16), ("chosen_fcca", 16)
 
 
 def every(_: str) -> bool:
@@ -132,14 +133,10 @@ DIFFERENCES: Sequence[Difference] = [
     ("later: the same, those whose rows made it too", TUNED, FIRST, is_calibrated),
     ("later: own basis minus shared FCCA, both at measured rates", TUNED, ("measured", 16), every),
     ("later: own basis as of tune minus LoRA, r = 16", TUNED, ("lora", 16), every),
-    ("later: own basis as of tune minus LoRA, r = 16, at the best of three rates each", TUNED, ("chosen", 16), every),
-    ("later: own basis as of tune minus shared FCCA, the best of three rates each", TUNED, ("chosen_fcca", 16), every),
-    (
-        "later: shared FCCA minus LoRA, r = 16, both at the best of three rates each",
-        ("chosen_fcca", 16),
-        ("chosen", 16),
-        every,
-    ),
+    ("later: LoRA, r = 16, at the best of three rates each minus at one rate", CHOSEN_LORA, ("lora", 16), every),
+    ("later: own basis as of tune minus LoRA, r = 16, at the best of three rates each", TUNED, CHOSEN_LORA, every),
+    ("later: own basis as of tune minus shared FCCA, the best of three rates each", TUNED, CHOSEN_FCCA, every),
+    ("later: shared FCCA minus LoRA, r = 16, both at the best of three rates each", CHOSEN_FCCA, CHOSEN_LORA, every),
     ("later: shared FCCA, r = 32, minus LoRA, r = 1", ("fcca", 32), ("lora", 1), every),
 ]
 """The three that were set before the runs, then later ones: two arms, and the data sets that count."""
