@@ -68,8 +68,12 @@ import figures
 from diagonal import diagonal
 from frozencore import Core, basis_id, calibrate, swap_core
 from frozencore.files.fingerprint import fingerprint_model
+from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.maths.compress import compress, core_of
+from frozencore.maths.linalg import thin_qr, truncated_svd
+from frozencore.maths.moments import LayerMoments
 from frozencore.maths.quantise import levels, quantise
+from frozencore.maths.whitening import Whitening
 from frozencore.progress import no_progress
 from frozencore.tune.adapt import rate_for
 from frozencore.tune.rows.row import TokenRow
@@ -93,12 +97,13 @@ NEWCOMERS = {
 SEARCHED = ("snips_intent", "clickbait", "tweet_emotion", "numersense")
 FIRST_RATES = {
     "own": 1e-2, "fcca": 1e-2, "rawgrad": 1e-2, "eva": 1e-2, "random": 2e-2, "lora_xs": 1e-2, "lora": 2e-3,
+    "compressed": 1e-2, "joint": 1e-2,
 }  # fmt: skip
 """Where a search begins: this rate, twice it and half of it."""
 ARMS: Sequence[tuple[str, int]] = [
     ("base", 0), ("fcca", 16), ("lora", 1), ("random", 16), ("own", 16), ("lora", 16), ("fcca", 8), ("fcca", 32),
     ("rawgrad", 16), ("eva", 16), ("lora_xs", 16), ("tuned", 16), ("measured", 16), ("chosen", 16),
-    ("chosen_fcca", 16),
+    ("chosen_fcca", 16), ("compressed", 16), ("joint", 16),
 ]  # fmt: skip
 """The arms with their ranks, what counts most first: ``own`` and ``tuned`` are FCCA of a tenant's own rows."""
 BY_SET = {"tuned": "measured", "measured": "measured", "chosen": "chosen", "chosen_fcca": "chosen"}
@@ -107,6 +112,10 @@ CHOSEN = {"chosen": "lora", "chosen_fcca": "fcca"}
 """Arms at the best of three rates, and how their adapters are trained."""
 LOWER = ("own, at 0.02", 16)
 """Own bases at the rate of the shared one, half of the one found for them."""
+COMPRESSED = 24
+"""A basis of compressed LoRAs is made of the development sets among so many with the shortest rows."""
+GRADIENT_RANK = 32
+"""The directions of a data set's own whitened gradient that enter the basis of every one's."""
 BITS = (8, 4, 3, 2, 1)
 TUNED, FIRST = ("tuned", 16), ("fcca", 16)
 CHOSEN_LORA, CHOSEN_FCCA = ("chosen", 16), ("chosen_fcca", 16)
@@ -138,6 +147,9 @@ DIFFERENCES: Sequence[Difference] = [
     ("later: own basis as of tune minus shared FCCA, the best of three rates each", TUNED, CHOSEN_FCCA, every),
     ("later: shared FCCA minus LoRA, r = 16, both at the best of three rates each", CHOSEN_FCCA, CHOSEN_LORA, every),
     ("later: shared FCCA, r = 32, minus LoRA, r = 1", ("fcca", 32), ("lora", 1), every),
+    ("later: basis of compressed LoRAs minus shared FCCA, newcomers to both", ("compressed", 16), FIRST, is_newcomer),
+    ("later: the same, those whose rows made both", ("compressed", 16), FIRST, is_calibrated),
+    ("later: FCCA of every data set's gradient minus FCCA of their sum", ("joint", 16), FIRST, every),
 ]
 """The three that were set before the runs, then later ones: two arms, and the data sets that count."""
 AT_HALF: Sequence[Difference] = [
@@ -156,6 +168,7 @@ NAMES = {
     "lora_xs": "one LoRA-XS basis", "tuned": "its own basis, as of tune",
     "measured": "one FCCA basis, a measured rate each", "chosen": "a LoRA, the best of three rates each",
     "chosen_fcca": "one FCCA basis, the best of three rates each",
+    "compressed": "one basis of compressed LoRAs", "joint": "one FCCA basis of every set's gradient",
     LOWER[0]: "its own basis of 16 rows at half the rate",
 }  # fmt: skip
 ROWS_AT_ONCE = 16
@@ -175,7 +188,7 @@ GROUP = 4
 """How many data sets train together in an arm before the next arm has them."""
 QUICK_ARMS: Sequence[tuple[str, int]] = [
     ("base", 0), ("fcca", 4), ("lora", 2), ("own", 4), ("eva", 4), ("tuned", 4), ("measured", 4),
-    ("chosen", 2), ("chosen_fcca", 4),
+    ("chosen", 2), ("chosen_fcca", 4), ("compressed", 4), ("joint", 4),
 ]  # fmt: skip
 SCORED = "rows 97 to 150 choose rates, the eval files score"
 
@@ -318,6 +331,37 @@ class Datasets(Study):
         }.get(arm) or (lambda jobs: self.on(self.basis(arm, rank, seed), rank, jobs, seed))  # fmt: skip
         return lambda jobs: self.kept(arm, rank, seed, train(jobs))
 
+    def basis(self, constructor: str, rank: int, seed: int = SEED) -> dict[str, Tensor]:
+        made = {"compressed": self.of_compressed_loras, "joint": self.of_every_gradient}.get(constructor)
+        if made is None:
+            return super().basis(constructor, rank, seed)
+        return self.stored(f"{constructor}-{rank}-{seed}", partial(made, rank, seed))
+
+    def of_compressed_loras(self, rank: int, seed: int) -> dict[str, Tensor]:
+        """P and Q of LoRAs of development sets, as ``frozencore compress`` chooses them."""
+        rate = self.rate("lora", self.lora_rank)
+        jobs: list[Job] = [(name, rate) for name in self.shortest(COMPRESSED) if name in self.calibrated]
+        self.trained("lora", self.lora_rank, jobs, seed)
+        loras = [self.update_of(self.file_of("lora", self.lora_rank, seed, job)) for job in jobs]
+        return factors_by_name({at: compress([own[at] for own in loras], rank) for at in loras[0]})
+
+    def of_every_gradient(self, rank: int, seed: int) -> dict[str, Tensor]:
+        """P and Q as FCCA's, but of each data set's whitened gradient at norm 1, where FCCA takes that of their sum."""
+        gradients: dict[str, list[Tensor]] = {}
+        pooled: dict[str, LayerMoments] = {}
+        for name in self.calibrated:
+            for at, found in self.moments(name, seed).items():
+                gradients.setdefault(at, []).append(found.G)
+                pooled[at] = pooled[at] + found if at in pooled else found
+        bases = {}
+        for at, each in gradients.items():
+            A_root, D_root = Whitening().inverse_roots(pooled[at])
+            whitened = (A_root(D_root(G).mT).mT for G in each)
+            found = (truncated_svd(T, min(GRADIENT_RANK, *T.shape)) for T in whitened)
+            joint = compress([(U * S, V.mT) for U, S, V in found], rank)
+            bases[at] = known_basis(thin_qr(D_root(joint.P.double()))[0], thin_qr(A_root(joint.Q.double()))[0])
+        return factors_by_name(bases)
+
     def tuned(self, rank: int, seed: int, jobs: Sequence[Job]) -> Adapters:
         """Cores on FCCA of all training rows of each tenant, at the measured rate."""
         for name, _ in jobs:
@@ -408,6 +452,11 @@ class Datasets(Study):
             tokens += int(counts.sum())
             exact += int(((logits.argmax(-1) == labels) | ~counts).all(1).sum())
         return {"loss": nats / tokens, "exact": 100 * exact / len(rows), "rows": len(rows)}
+
+
+def factors_by_name(bases: Mapping[str, LayerBasis]) -> dict[str, Tensor]:
+    """P and Q of each layer under ``<layer>.P`` and ``<layer>.Q``."""
+    return {f"{at}.{side}": X for at, basis in bases.items() for side, X in (("P", basis.P), ("Q", basis.Q))}
 
 
 def values_of(model: PeftModel) -> dict[str, Tensor]:
