@@ -72,7 +72,7 @@ def evaluate(
         raise next(iter(errors.values()), ConfigError("There is nothing to score: give --data FILE or --task NAME."))
     require_model(model)
     require_data_root(data_root)
-    adapters = tuple(find_adapter(one) for one in adapter or ())
+    adapters = tuple(find_adapter(one, with_tokenizer=True) for one in adapter or ())
     require_new(output, RECORD)
     failed = {name: str(one) for name, one in errors.items()}
     for name, reason in failed.items():

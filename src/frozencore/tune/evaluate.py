@@ -180,15 +180,17 @@ def _evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> Evaluati
     subjects |= zip(names, evaluation.adapters, strict=True)
     progress("load", 0, None, evaluation.model)
     base = Base(*load_model(evaluation.model, dtype=evaluation.dtype, device=evaluation.device))
+    bases = {subject: base.under(evaluation.model, folder) for subject, folder in subjects.items()}
     encoders = {
         subject: make_encoder(
-            base, style=evaluation.prompt_style or style_of(folder), max_length=evaluation.max_length,
+            bases[subject], style=evaluation.prompt_style or style_of(folder), max_length=evaluation.max_length,
             too_long=evaluation.too_long, default_length=sys.maxsize,
         )
         for subject, folder in subjects.items()
     }  # fmt: skip
-    by_style = {encoder.is_chat: encoder for encoder in encoders.values()}
-    read = {style: list(_read(evaluation, encoder, base.model)) for style, encoder in by_style.items()}
+    written = {subject: (encoder.is_chat, id(bases[subject])) for subject, encoder in encoders.items()}
+    by_form = {written[subject]: encoder for subject, encoder in encoders.items()}
+    read = {form: list(_read(evaluation, encoder, base.model)) for form, encoder in by_form.items()}
     _remove_begun(out, {(subject, one.name) for subject in subjects for tasks in read.values() for one in tasks})
     adapted = BaseWithAdapter(base.model)
     for folder in subjects.values():
@@ -200,7 +202,7 @@ def _evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> Evaluati
     scores, failures = list[TaskResult](), list[FrozenCoreError]()
     for subject, folder in subjects.items():
         encoder = encoders[subject]
-        for one in read[encoder.is_chat]:
+        for one in read[written[subject]]:
             rows = one.rows
             try:
                 if isinstance(rows, FrozenCoreError):

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from frozencore.device import computes_fast, memory_of, resolve_device
 from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_file import full_name
 from frozencore.files.hub import safe_loading, why_unreadable
-from frozencore.files.tokenizer import read_tokenizer, with_own_tokenizer
+from frozencore.files.tokenizer import has_tokenizer, read_tokenizer, with_own_tokenizer
 from frozencore.progress import Progress
 from frozencore.text import num_of
 from frozencore.tune.adapters import default_targets, targeted_layers
@@ -233,6 +233,12 @@ class Base:
 
     model: PreTrainedModel
     tokenizer: Any
+
+    def under(self, name: str, adapter: Path | None) -> Base:
+        """The base model of that name with the tokenizer that a trainer saved beside an adapter, if one did."""
+        if adapter is None or not has_tokenizer(adapter):
+            return self
+        return replace(self, tokenizer=load_tokenizer(name, adapter))
 
 
 @dataclass(frozen=True)
