@@ -254,6 +254,11 @@ def test_a_name_that_means_something_already_is_refused(name: str, options: type
     assert before == CONSTRUCTORS
 
 
+def test_a_class_in_place_of_a_constructor_is_refused() -> None:
+    with pytest.raises(ConfigError, match="A constructor is an instance of a subclass .*Toy'> was given"):
+        register_constructor("toy", Toy)  # type: ignore[arg-type]
+
+
 def test_two_constructors_may_read_one_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONSTRUCTORS, "again", TOY)
     del CONSTRUCTORS["again"]

@@ -14,6 +14,7 @@ import references as ref
 from frozencore.calibration.batches import num_examples_of
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
+from frozencore.errors import ConfigError
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from references import numpy_of
 from tiny import attention_names, batch_of, batches_of, draw_examples, tiny_gpt2, tiny_llama, tiny_qwen2, with_positions
@@ -226,6 +227,12 @@ def test_packed_rows_with_a_mask_of_pairs_of_tokens_have_the_moments_of_the_rows
         for moment in moments.names():
             wanted = getattr(moments, moment)
             torch.testing.assert_close(getattr(of_packed[name], moment), wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("layers", ["q_proj", ["model.layers.9.self_attn.q_proj"]])
+def test_names_that_no_module_has_are_refused_with_one_that_has(layers: str | list[str], qwen2: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"in full, .* such as 'model.layers.0.self_attn.q_proj', but '.*q_proj' was"):
+        collect_moments(qwen2, [batch_of(EXAMPLES)], layers)
 
 
 def test_labels_of_32_bits_are_those_of_64() -> None:

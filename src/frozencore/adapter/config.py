@@ -373,8 +373,10 @@ def register_constructor(name: str, row: Constructor[Any]) -> None:
         row: An instance of a subclass of :class:`frozencore.constructors.Constructor`.
 
     Raises:
-        ConfigError: The name is taken, or one of its options has the name of another.
+        ConfigError: The name is taken, one of its options has the name of another, or the row is no instance.
     """
+    if not isinstance(row, Constructor):
+        raise ConfigError(f"A constructor is an instance of a subclass of Constructor, but {row!r:.80} was given.")
     config_fields, known = {each.name for each in fields(FrozenCoreConfig)}, constructor_options()
     added = {key: option for key, option in options_of(row.options).items() if key not in options_of(BasisOptions)}
     taken = [

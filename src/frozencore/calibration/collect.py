@@ -225,7 +225,8 @@ def collect_moments(
     Raises:
         CalibrationError: No labels, NaN or Inf (the message names batch and layer), or a layer without
             counted tokens.
-        ConfigError: An option is about completion tokens, which this model or ``loss_fn`` does not have.
+        ConfigError: An option is about completion tokens, which this model or ``loss_fn`` does not have; or a name is
+            not of a module.
         DataError: The data are not batches.
 
     >>> model, batch = nn.Sequential(nn.Linear(4, 3)), {"x": torch.randn(5, 4)}
@@ -235,7 +236,7 @@ def collect_moments(
     """
     options = options or CalibrationOptions()
     require_options_fit(model, options, loss_fn)
-    modules = dict(layers) if isinstance(layers, Mapping) else {name: model.get_submodule(name) for name in layers}
+    modules = dict(layers) if isinstance(layers, Mapping) else _modules_named(model, layers)
     names = list(modules)
     groups = [names[i : i + options.group_size] for i in range(0, len(names), options.group_size)]
     moments: dict[str, LayerMoments] = {}
@@ -254,6 +255,16 @@ def collect_moments(
             way_out = f"If the rows do not use it, name the other layers in full, such as {reached!r}."
         raise CalibrationError(f"Layer {unreached[0]!r} ({len(unreached)} in all) received no counted token. {way_out}")
     return moments
+
+
+def _modules_named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    known = dict(model.named_modules(remove_duplicate=False))
+    names = [names] if isinstance(names, str) else names
+    if (odd := next((name for name in names if name not in known), None)) is not None:
+        last = str(odd).rpartition(".")[2]
+        like = next((f", such as {name!r}" for name in known if name.endswith(f".{last}")), "")
+        raise ConfigError(f"Layers are named in full, as in named_modules(){like}, but {odd!r} was given.")
+    return {name: known[name] for name in names}
 
 
 def _run_pass(

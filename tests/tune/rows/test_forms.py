@@ -442,6 +442,12 @@ def test_rows_that_join_prompt_and_completion_in_one_token_are_counted(tmp_path:
         assert inputs_of(make_config(model="pocket", data=data, device="cpu")).rows.used.joined == joined
 
 
+def test_texts_that_parquet_holds_as_bytes_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"text": pa.array([b"a"], pa.binary())}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"must hold text, but holds b'a'. Write the column as strings"):
+        inputs_of(make_config(model="pocket", data=str(tmp_path / "rows.parquet"), device="cpu"))
+
+
 def test_arguments_in_a_parquet_map_are_an_object(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
     function = pa.struct([("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.string()))])
     turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(function))])

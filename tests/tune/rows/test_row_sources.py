@@ -244,6 +244,7 @@ WRONG: list[tuple[str, bytes, str]] = [
     ),
     ("a.csv", b'text\n"He said "hi" to me"\n', "line 2: ',' expected after '\"'"),
     ("a.csv", b"text\n\xff\xfe\n", "in UTF-8: .*codec can't decode"),
+    ("a.csv", "text\na\n".encode("utf-16"), r"in UTF-8: .*codec.* Write it in UTF-8: `iconv -f ENCODING -t UTF-8`$"),
     ("a.csv", b"text\n", "holds no rows"),
     ("a.csv", b",,text,other\n0,1,a,b\n", "the column '' is given twice"),
     ("a.tsv", b'text\tother\n"a\tb\tc\n', "a.tsv cannot be read as TSV in UTF-8: .*unexpected end"),

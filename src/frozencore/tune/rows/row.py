@@ -170,8 +170,11 @@ def text_field(row: RawRow, column: str, row_id: str, *, or_number: bool = False
     is_one = isinstance(value, takes) and not isinstance(value, bool) and bool(str(value).strip())
     if not is_one or (isinstance(value, float) and not math.isfinite(value)):
         wanted = "text or a number" if or_number else "text"
-        is_label = isinstance(value, int | float) and not or_number
-        way_out = " Write the name of the class, or the number in quotes." if is_label else ""
+        way_out = ""
+        if isinstance(value, int | float) and not or_number:
+            way_out = " Write the name of the class, or the number in quotes."
+        elif isinstance(value, bytes):
+            way_out = " Write the column as strings: Parquet and Arrow keep texts and bytes apart."
         raise DataError(f"Row {row_id}: column {column!r} must hold {wanted}, but holds {held(row, column)}.{way_out}")
     return str(value).strip()
 

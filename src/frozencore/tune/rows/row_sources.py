@@ -122,7 +122,8 @@ def rows_of_file(path: Path, origin: str, num_rows: int | None = None) -> list[R
         if isinstance(error, OSError) and error.errno is not None:  # of the system; others are of damaged content
             raise
         kind = "JSONL" if name is None else name.ending.removeprefix(".").upper()
-        raise DataError(f"{origin} cannot be read as {kind} in UTF-8: {one_line(error, 200)}") from error
+        encoded = ". Write it in UTF-8: `iconv -f ENCODING -t UTF-8`" if isinstance(error, UnicodeDecodeError) else ""
+        raise DataError(f"{origin} cannot be read as {kind} in UTF-8: {one_line(error, 200)}{encoded}") from error
     if not rows:
         raise DataError(f"{origin} holds no rows. Give at least one.")
     return rows
