@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from families import FAMILIES, batch_for, make, outcome, row_on_page, rows_on_page, without_padding
 from fixtures import few
 from frozencore import FrozenCoreConfig, calibrate, export_lora, frozen_core_layers
-from frozencore.errors import ConfigError, ModelError
+from frozencore.errors import CalibrationError, ConfigError, ModelError
 
 LARGEST_ERROR = 2e-5  # float32
 REFUSED = {
@@ -133,6 +133,23 @@ def test_a_layer_that_its_block_does_not_call_is_no_target() -> None:
     attention = nn.Sequential(nn.MultiheadAttention(8, 2))
     with pytest.raises(ModelError, match="MultiheadAttention computes with the weight of '0.out_proj'"):
         get_peft_model(attention, FrozenCoreConfig(constructor="random", target_modules=["out_proj"]))
+
+
+def test_a_layer_whose_weight_a_kernel_of_training_takes_is_refused_in_calibration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here a function stands for the kernel of ``mamba_ssm``, which computes with the weight of ``out_proj``."""
+
+    def kernel(projected: torch.Tensor, *_: object, outproj_weight: torch.Tensor, **__: object) -> torch.Tensor:
+        return projected[..., : outproj_weight.shape[1]] @ outproj_weight.mT
+
+    model = get_peft_model(make("mamba2"), FrozenCoreConfig(r=2, target_modules=["in_proj", "out_proj"]))
+    batches = list(without_padding(batch_for(model)))
+    calibrate(model, batches, progress=False)
+    monkeypatch.setattr("transformers.models.mamba2.modeling_mamba2.mamba2_split_conv1d_scan_combined", kernel)
+    with pytest.raises(CalibrationError, match=r"'.*out_proj' .* received no counted token"):
+        calibrate(model, batches, progress=False)
+    assert not any(module.training for module in model.eval().modules())
 
 
 def test_a_core_in_torchs_encoder_layer_acts_in_evaluation_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:

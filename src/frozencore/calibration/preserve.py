@@ -123,11 +123,15 @@ def own_random_state() -> Iterator[None]:
 
 
 def _use_training_kernels(model: nn.Module, undo: ExitStack) -> None:
-    """Let quantised layers compute as in training; they have no dropout, so nothing becomes random.
+    """Let quantised layers and Mamba's blocks compute as in training; they have no dropout, so nothing becomes random.
+
+    A Mamba block whose kernels are installed calls some of its layers in evaluation only: in training one kernel takes
+    their weights, so that their cores would not be trained. Calibration then refuses them by name.
 
     The caller restores their modes.
     """
     for name, module in model.named_modules():
+        module.training = module.training or isinstance(getattr(module, "A_log", None), nn.Parameter)
         # PEFT wants torchao's quantiser as an argument, but uses it only to store a weight, which does not happen here.
         backend = resolve_quantization_backend(module, get_apply_tensor_subclass=object)
         if backend is None or isinstance(module, BaseTunerLayer):  # a tuner layer shows its base layer's weight
