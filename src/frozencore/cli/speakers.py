@@ -41,7 +41,7 @@ def converse(
     max_new_tokens = min(max_new_tokens, context // 2)  # a small model's context keeps place for the question
 
     def speaker(called: str, folder: Path | None) -> Speaker:
-        own = base.under(name, folder).tokenizer
+        own = base.for_adapter(name, folder).tokenizer
         style = prompt_style or style_of(folder)
         encoder = PromptEncoder(own, style=style, max_length=context - max_new_tokens, too_long="cut")
         if system is not None and not encoder.is_chat:

@@ -180,7 +180,7 @@ def _evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> Evaluati
     subjects |= zip(names, evaluation.adapters, strict=True)
     progress("load", 0, None, evaluation.model)
     base = Base(*load_model(evaluation.model, dtype=evaluation.dtype, device=evaluation.device))
-    bases = {subject: base.under(evaluation.model, folder) for subject, folder in subjects.items()}
+    bases = {subject: base.for_adapter(evaluation.model, folder) for subject, folder in subjects.items()}
     encoders = {
         subject: make_encoder(
             bases[subject], style=evaluation.prompt_style or style_of(folder), max_length=evaluation.max_length,

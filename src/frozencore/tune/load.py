@@ -234,7 +234,7 @@ class Base:
     model: PreTrainedModel
     tokenizer: Any
 
-    def under(self, name: str, adapter: Path | None) -> Base:
+    def for_adapter(self, name: str, adapter: Path | None) -> Base:
         """The base model of that name with the tokenizer that a trainer saved beside an adapter, if one did."""
         if adapter is None or not has_tokenizer(adapter):
             return self
