@@ -45,6 +45,16 @@ Set on 30 November, after ``tuned`` had been seen to answer more than LoRAs of r
 run of this arm: ``tuned`` has a rate of its own on each data set, and those LoRAs had one for all. The arm ``chosen``
 is a LoRA at the best of three rates for each data set by the loss on rows 97 to 150: the searched one, half and twice.
 When ten of its lines had been seen, 5 points above one rate for all: ``chosen_fcca``, the same of the shared FCCA.
+Later the same of LoRAs of rank 1: its differences were set when two of its lines had been seen.
+
+Set on 30 November, before their first runs: two other shared bases. ``compressed`` is that of the LoRAs of rank 16 of
+the development sets among the 24 with the shortest rows, as ``frozencore compress`` chooses it. ``joint`` is FCCA of
+every data set's own whitened gradient, each at norm 1, where FCCA takes the gradient of all rows: gradients of unlike
+data sets cancel in a sum.
+
+Set on 30 November for Qwen2.5-Coder-0.5B, where a shared core is 5 points below a LoRA of rank 1: ``measured`` at rank
+32, and ``halved``, at half of the measured rates. The latter was set when four lines of the former had been seen, at
+higher rates on the shared basis than on own ones.
 """
 
 from __future__ import annotations
@@ -103,11 +113,16 @@ FIRST_RATES = {
 ARMS: Sequence[tuple[str, int]] = [
     ("base", 0), ("fcca", 16), ("lora", 1), ("random", 16), ("own", 16), ("lora", 16), ("fcca", 8), ("fcca", 32),
     ("rawgrad", 16), ("eva", 16), ("lora_xs", 16), ("tuned", 16), ("measured", 16), ("chosen", 16),
-    ("chosen_fcca", 16), ("compressed", 16), ("joint", 16),
+    ("chosen", 1), ("chosen_fcca", 16), ("compressed", 16), ("joint", 16), ("halved", 16),
 ]  # fmt: skip
 """The arms with their ranks, what counts most first: ``own`` and ``tuned`` are FCCA of a tenant's own rows."""
-BY_SET = {"tuned": "measured", "measured": "measured", "chosen": "chosen", "chosen_fcca": "chosen"}
+BY_SET = {
+    "tuned": "measured", "measured": "measured", "halved": "half the measured", "chosen": "chosen",
+    "chosen_fcca": "chosen",
+}  # fmt: skip
 """Arms with a rate for each data set, and how it is found."""
+SHARES = {"measured": 1.0, "halved": 0.5}
+"""Arms at the measured rate or at a share of it."""
 CHOSEN = {"chosen": "lora", "chosen_fcca": "fcca"}
 """Arms at the best of three rates, and how their adapters are trained."""
 LOWER = ("own, at 0.02", 16)
@@ -118,7 +133,7 @@ GRADIENT_RANK = 32
 """The directions of a data set's own whitened gradient that enter the basis of every one's."""
 BITS = (8, 4, 3, 2, 1)
 TUNED, FIRST = ("tuned", 16), ("fcca", 16)
-CHOSEN_LORA, CHOSEN_FCCA = ("chosen", 16), ("chosen_fcca", 16)
+CHOSEN_LORA, CHOSEN_SMALL, CHOSEN_FCCA = ("chosen", 16), ("chosen", 1), ("chosen_fcca", 16)
 
 
 def every(_: str) -> bool:
@@ -146,6 +161,8 @@ DIFFERENCES: Sequence[Difference] = [
     ("later: own basis as of tune minus LoRA, r = 16, at the best of three rates each", TUNED, CHOSEN_LORA, every),
     ("later: own basis as of tune minus shared FCCA, the best of three rates each", TUNED, CHOSEN_FCCA, every),
     ("later: shared FCCA minus LoRA, r = 16, both at the best of three rates each", CHOSEN_FCCA, CHOSEN_LORA, every),
+    ("later: LoRA, r = 1, at the best of three rates each minus at one rate", CHOSEN_SMALL, ("lora", 1), every),
+    ("later: shared FCCA minus LoRA, r = 1, both at the best of three rates each", CHOSEN_FCCA, CHOSEN_SMALL, every),
     ("later: shared FCCA, r = 32, minus LoRA, r = 1", ("fcca", 32), ("lora", 1), every),
     ("later: basis of compressed LoRAs minus shared FCCA, newcomers to both", ("compressed", 16), FIRST, is_newcomer),
     ("later: the same, those whose rows made both", ("compressed", 16), FIRST, is_calibrated),
@@ -155,6 +172,8 @@ DIFFERENCES: Sequence[Difference] = [
 AT_HALF: Sequence[Difference] = [
     ("own basis as of tune minus shared FCCA, both at measured rates", TUNED, ("measured", 16), every),
     ("shared FCCA at measured rates minus LoRA, r = 1", ("measured", 16), ("lora", 1), every),
+    ("later: shared FCCA, r = 32, minus r = 16, both at measured rates", ("measured", 32), ("measured", 16), every),
+    ("later: shared FCCA at half the measured rates minus at these", ("halved", 16), ("measured", 16), every),
 ]
 """Those of Qwen2.5-Coder-0.5B."""
 EQUAL = {"loss": 0.03, "exact": 2.0}
@@ -166,7 +185,8 @@ NAMES = {
     "base": "the base model", "fcca": "one FCCA basis", "own": "its own basis of 16 rows", "lora": "a LoRA",
     "random": "one Random basis", "rawgrad": "one RawGrad basis", "eva": "one EVA basis",
     "lora_xs": "one LoRA-XS basis", "tuned": "its own basis, as of tune",
-    "measured": "one FCCA basis, a measured rate each", "chosen": "a LoRA, the best of three rates each",
+    "measured": "one FCCA basis, a measured rate each",
+    "halved": "one FCCA basis, half of a measured rate each", "chosen": "a LoRA, the best of three rates each",
     "chosen_fcca": "one FCCA basis, the best of three rates each",
     "compressed": "one basis of compressed LoRAs", "joint": "one FCCA basis of every set's gradient",
     LOWER[0]: "its own basis of 16 rows at half the rate",
@@ -188,7 +208,7 @@ GROUP = 4
 """How many data sets train together in an arm before the next arm has them."""
 QUICK_ARMS: Sequence[tuple[str, int]] = [
     ("base", 0), ("fcca", 4), ("lora", 2), ("own", 4), ("eva", 4), ("tuned", 4), ("measured", 4),
-    ("chosen", 2), ("chosen_fcca", 4), ("compressed", 4), ("joint", 4),
+    ("chosen", 2), ("chosen_fcca", 4), ("compressed", 4), ("joint", 4), ("halved", 4),
 ]  # fmt: skip
 SCORED = "rows 97 to 150 choose rates, the eval files score"
 
@@ -322,8 +342,8 @@ class Datasets(Study):
             return lambda jobs: ((self.model, job, {}) for job in jobs)
         if arm == "tuned":
             return partial(self.tuned, rank, seed)
-        if arm == "measured":
-            return partial(self.measured, rank, seed)
+        if arm in SHARES:
+            return partial(self.measured, rank, seed, SHARES[arm])
         if arm in CHOSEN:
             return partial(self.chosen, CHOSEN[arm], rank, seed)
         train = {
@@ -357,8 +377,8 @@ class Datasets(Study):
         for at, each in gradients.items():
             A_root, D_root = Whitening().inverse_roots(pooled[at])
             whitened = (A_root(D_root(G).mT).mT for G in each)
-            found = (truncated_svd(T, min(GRADIENT_RANK, *T.shape)) for T in whitened)
-            joint = compress([(U * S, V.mT) for U, S, V in found], rank)
+            cut = (truncated_svd(T, min(GRADIENT_RANK, *T.shape)) for T in whitened)
+            joint = compress([(U * S, V.mT) for U, S, V in cut], rank)
             bases[at] = known_basis(thin_qr(D_root(joint.P.double()))[0], thin_qr(A_root(joint.Q.double()))[0])
         return factors_by_name(bases)
 
@@ -371,11 +391,12 @@ class Datasets(Study):
                 for trained, _, about in self.cores(model, [(name, rate)], seed, shared=False):
                     yield trained, (name, None), {**about, "rate": rate}
 
-    def measured(self, rank: int, seed: int, jobs: Sequence[Job]) -> Adapters:
-        """Cores on the shared FCCA basis, each at its measured rate."""
+    def measured(self, rank: int, seed: int, share: float, jobs: Sequence[Job]) -> Adapters:
+        """Cores on the shared FCCA basis, each at a share of its measured rate."""
         with self.adapted("random", rank, 0, self.basis("fcca", rank, seed)) as model:
             rates = {name: rate_for(model, self.encoder.pad_id, self.train_rows[name], no_progress) for name, _ in jobs}
-            for trained, (name, rate), about in self.cores(model, [*rates.items()], seed):
+            given = [(name, None if rate is None else share * rate) for name, rate in rates.items()]
+            for trained, (name, rate), about in self.cores(model, given, seed):
                 yield trained, (name, None), {**about, "rate": rate}
 
     def chosen(self, arm: str, rank: int, seed: int, jobs: Sequence[Job]) -> Adapters:
