@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -437,6 +438,27 @@ def test_the_reference_is_the_adapter_that_training_starts_from(
     made.save_model(str(tmp_path / "end"))
     again = PeftModel.from_pretrained(base_model(), tmp_path / "end")
     assert torch.equal(pocket_logits(again), pocket_logits(made.model.eval()))
+
+
+@pytest.mark.parametrize("trainer", ["SFT", "GRPO"])
+def test_an_adapter_that_was_loaded_frozen_is_named_once_when_it_is_to_train(
+    trainer: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """With checkpointing, TRL's default, neither trainer fails, and GRPO even logs a gradient."""
+    start("fresh", tmp_path).save_pretrained(tmp_path / "adapter")
+    make, settings, rows, options, *_ = {**TRAINERS, "SFT": (trl.SFTTrainer, trl.SFTConfig, PROMPTS, {})}[trainer]
+    for is_trainable in (False, True):
+        made = make(
+            PeftModel.from_pretrained(base_model(), tmp_path / "adapter", is_trainable=is_trainable),
+            args=settings(str(tmp_path / "run"), **{**QUIET, **options, "max_steps": 2}),
+            train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
+            **({"reward_funcs": lengths} if trainer == "GRPO" else {}),
+        )  # fmt: skip
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made.train()
+        named = [one for one in caught if "no parameter of it trains" in str(one.message)]
+        assert len(named) == (0 if is_trainable else 1)
 
 
 def test_an_uncalibrated_adapter_and_its_reference_get_one_basis(

@@ -46,6 +46,7 @@ class FrozenCoreModel(BaseTuner):
     tuner_layer_cls = FrozenCoreLinear
     target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT reads it; ours is DEFAULT_TARGETS
     _untied: Any = None  # the head that merging untied, its embedding and their configurations
+    _warned_of_frozen = False
 
     _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie  # concerns embeddings, not LoRA
 
@@ -384,8 +385,27 @@ class FrozenCoreModel(BaseTuner):
         names, config = kwargs.get("adapter_names"), kwargs.get("generation_config")
         options = ("num_beams", "num_return_sequences")  # generate repeats each row as often
         copies = max(kwargs.get(option) or getattr(config, option, None) or 1 for option in options)
+        self._warn_if_nothing_trains()
         with guard_recompute(self) if names is None else adapter_of_each_row(self, names, num_beams=copies):
             yield
+
+    def _warn_if_nothing_trains(self) -> None:
+        """Warn once of a pass in training mode without a parameter that trains.
+
+        With gradient checkpointing such a run ends without an error, and trainers log a loss and even a gradient.
+        """
+        if torch.compiler.is_compiling() or not self.training or self._warned_of_frozen:
+            return
+        layers = (module for module in self.modules() if isinstance(module, FrozenCoreLinear))
+        is_used = any(not layer.disable_adapters and layer.per_row is None for layer in layers)
+        if is_used and not any(parameter.requires_grad for parameter in self.parameters()):
+            self._warned_of_frozen = True
+            warnings.warn(
+                "The model is in training mode, but no parameter of it trains: PEFT loads adapters frozen, and "
+                "prepare_model_for_kbit_training freezes them. Load with PeftModel.from_pretrained(base, FOLDER, "
+                "is_trainable=True), or call model.set_adapter(NAME), before the trainer or the optimizer is made.",
+                stacklevel=5,
+            )
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
