@@ -440,6 +440,13 @@ def test_the_reference_is_the_adapter_that_training_starts_from(
     assert torch.equal(pocket_logits(again), pocket_logits(made.model.eval()))
 
 
+def test_a_merged_adapter_that_is_to_train_is_named(tmp_path: Path) -> None:
+    model = adapted("fcca", trained=True)
+    model.merge_adapter()
+    with pytest.warns(UserWarning, match=r"no parameter trains that it uses.*unmerge_adapter"):
+        trainer_of(model, tmp_path, gradient_checkpointing=True, max_steps=1, save_strategy="no").train()
+
+
 @pytest.mark.parametrize("trainer", ["SFT", "GRPO"])
 def test_an_adapter_that_was_loaded_frozen_is_named_once_when_it_is_to_train(
     trainer: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
@@ -457,7 +464,7 @@ def test_an_adapter_that_was_loaded_frozen_is_named_once_when_it_is_to_train(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             made.train()
-        named = [one for one in caught if "no parameter of it trains" in str(one.message)]
+        named = [one for one in caught if "no parameter trains that it uses" in str(one.message)]
         assert len(named) == (0 if is_trainable else 1)
 
 

@@ -390,20 +390,22 @@ class FrozenCoreModel(BaseTuner):
             yield
 
     def _warn_if_nothing_trains(self) -> None:
-        """Warn once of a pass in training mode without a parameter that trains.
+        """Warn once of a pass in training mode that uses no parameter that trains.
 
         With gradient checkpointing such a run ends without an error, and trainers log a loss and even a gradient.
         """
         if torch.compiler.is_compiling() or not self.training or self._warned_of_frozen:
             return
-        layers = (module for module in self.modules() if isinstance(module, FrozenCoreLinear))
-        is_used = any(not layer.disable_adapters and layer.per_row is None for layer in layers)
-        if is_used and not any(parameter.requires_grad for parameter in self.parameters()):
+        layers = [module for module in self.modules() if isinstance(module, FrozenCoreLinear)]
+        if all(layer.disable_adapters or layer.per_row is not None for layer in layers):  # a reference, or a bank
+            return
+        unused = {id(parameter) for layer in layers if layer.merged for parameter in layer.parameters()}
+        if not any(parameter.requires_grad and id(parameter) not in unused for parameter in self.parameters()):
             self._warned_of_frozen = True
             warnings.warn(
-                "The model is in training mode, but no parameter of it trains: PEFT loads adapters frozen, and "
-                "prepare_model_for_kbit_training freezes them. Load with PeftModel.from_pretrained(base, FOLDER, "
-                "is_trainable=True), or call model.set_adapter(NAME), before the trainer or the optimizer is made.",
+                "The model is in training mode, but no parameter trains that it uses. PEFT loads adapters frozen: give "
+                "is_trainable=True. prepare_model_for_kbit_training freezes them: call model.set_adapter(NAME) before "
+                "the trainer or the optimizer is made. A merged core is not used: call model.unmerge_adapter().",
                 stacklevel=5,
             )
 
