@@ -144,7 +144,8 @@ NEW = adapted("fcca", calibrated=False)
 DATA: list[Refusal] = [
     (calibrated(Dataset.from_list(ROWS)), DataError, "a collator such as DataCollator"),
     (calibrated(Dataset.from_list([{"prompt": "a", "completion": "b"}])), DataError, "'prompt': str, 'completion'"),
-    (calibrated([ROWS]), DataError, "number 0 is list"),
+    (calibrated([ROWS]), DataError, r"number 0 is a list of rows \('input_ids', 'labels'\)"),
+    (calibrated([[{"prompt": "tom has"}]]), DataError, r"number 0 is a list of rows \('prompt'\)"),
     (calibrated(ROWS), DataError, "number 0 is 'input_ids': list, .*rows with a collator"),
     (calibrated(ROWS, num_examples=2), DataError, "number 0 is 'input_ids': list"),
     (calibrated([{key: value[0] for key, value in batch_of(EXAMPLES).items()}]), DataError, "number 0 is"),

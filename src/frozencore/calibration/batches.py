@@ -64,6 +64,8 @@ def require_batch(batch: Any, index: int, *, any_form: bool) -> None:
         what = type(batch).__name__
         if isinstance(batch, Mapping):
             what = ", ".join(f"{key!r}: {type(value).__name__}" for key, value in batch.items())
+        elif isinstance(batch, list) and batch and isinstance(batch[0], Mapping):
+            what = f"a list of rows ({', '.join(map(repr, batch[0]))})"  # as the loaders of GRPO give
         raise DataError(
             f"Calibration takes batches, dictionaries of tensors with one row per example, but number {index} is "
             f"{what}. Give a list of batches or a DataLoader, or tokenised rows with a collator such as "
