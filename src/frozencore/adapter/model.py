@@ -396,11 +396,15 @@ class FrozenCoreModel(BaseTuner):
         """
         if torch.compiler.is_compiling() or not self.training or self._warned_of_frozen:
             return
-        layers = [module for module in self.modules() if isinstance(module, FrozenCoreLinear)]
-        if all(layer.disable_adapters or layer.per_row is not None for layer in layers):  # a reference, or a bank
-            return
-        unused = {id(parameter) for layer in layers if layer.merged for parameter in layer.parameters()}
-        if not any(parameter.requires_grad and id(parameter) not in unused for parameter in self.parameters()):
+        layers = (module for module in self.modules() if isinstance(module, FrozenCoreLinear))
+        merged: set[int] = set()
+        is_used = False
+        for layer in layers:  # in training the first one ends this
+            if not layer.merged and any(parameter.requires_grad for parameter in layer.parameters()):
+                return
+            merged |= {id(parameter) for parameter in layer.parameters()} if layer.merged else set()
+            is_used |= not layer.disable_adapters and layer.per_row is None  # as in a reference, or in a bank
+        if is_used and not any(each.requires_grad and id(each) not in merged for each in self.parameters()):
             self._warned_of_frozen = True
             warnings.warn(
                 "The model is in training mode, but no parameter trains that it uses. PEFT loads adapters frozen: give "
