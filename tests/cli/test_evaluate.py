@@ -226,33 +226,6 @@ def test_chat_writes_prompts_with_the_tokenizer_that_a_trainer_saved_beside_the_
     assert seen == ["Q one A", "user one bot"]
 
 
-def test_rows_are_written_with_the_tokenizer_that_a_trainer_saved_beside_an_adapter(
-    command: Command, adapters: list[Path], tmp_path: Path
-) -> None:
-    """The scores are those of a base model whose tokenizer has that template; an adapter without keeps the base's."""
-    trained = Path(shutil.copytree(adapters[0] / "adapter", tmp_path / "trained"))
-    base = Path(shutil.copytree(pocket_model_path(), tmp_path / "base"))
-    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
-    answer = "{% if m.role == 'user' %}Q {{ m.content }} A{% else %} {{ m.content }}{{ eos_token }}{% endif %}"
-    tokenizer.chat_template = f"{{% for m in messages %}}{answer}{{% endfor %}}"
-    for folder in (trained, base):
-        tokenizer.save_pretrained(folder)
-    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"Tom has {i} cats .", "completion": "two"} for i in range(3)])
-
-    def scores(model: Path, *adapters: Path) -> list[tuple[str, float]]:
-        out = tmp_path / f"scores-{model.name}-{len(adapters)}"
-        given = [word for one in adapters for word in ("--adapter", one)]
-        words = ["--data", tmp_path / "rows.jsonl", *given, "--out", out]
-        status, shown, err = command("evaluate", "--model", model, *words)
-        assert status == 0, shown + err
-        return [(one["rows"], one["held_out_loss"]) for one in json.loads((out / "result.json").read_text())["scores"]]
-
-    own, plain = scores(pocket_model_path(), trained, adapters[0])
-    assert [own] == scores(base, trained)
-    assert [plain] == scores(pocket_model_path(), adapters[0])
-    assert own[0] != plain[0]
-
-
 def test_chat_says_that_a_core_of_zeros_is_not_trained(
     talk: Callable[..., tuple[list[str], str]], adapters: list[Path], tmp_path: Path
 ) -> None:

@@ -303,6 +303,30 @@ def test_prompts_are_in_the_style_of_the_adapters_run(adapters: dict[str, Path],
     assert found.scores[1].held_out_loss == plain.scores[1].held_out_loss
 
 
+def test_prompts_of_an_adapter_have_the_tokenizer_that_a_trainer_saved_beside_it(
+    adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """LLaMA-Factory and TRL save a template beside the adapter that the base model lacks, and the length of rows."""
+    model, tokenizer = load_model(POCKET, device="cpu")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    folders = [tmp_path / name / "adapter" for name in ("one", "two")]
+    for folder in folders:
+        shutil.copytree(adapters["cores-0"], folder)
+        tokenizer.save_pretrained(folder)
+    settings = folders[0] / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "model_max_length": 4}))
+    here = evaluation(data=NAMES[1:], adapters=(*folders, adapters["cores-0"]), with_base=True)
+    found = evaluate_adapters(here, tmp_path / "e", no_progress)
+    assert list(found.prompt_styles.values()) == ["plain", "chat", "chat", "plain"]
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    whole = evaluation(model=str(tmp_path / "model"), data=NAMES[1:], adapters=(adapters["cores-0"],))
+    (asked,) = evaluate_adapters(whole, tmp_path / "f", no_progress).scores
+    base, one, two, plain = found.scores
+    assert asked.held_out_loss == one.held_out_loss == two.held_out_loss != plain.held_out_loss
+    assert asked.rows == one.rows == two.rows != plain.rows == base.rows
+
+
 def test_own_rows_are_read_as_tune_reads_them(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"Is {i} a number?", "completion": " yes", "source": "me"} for i in range(3)]

@@ -11,7 +11,7 @@ from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.cli.display import console
 from frozencore.errors import ConfigError, DataError
 from frozencore.tune.evaluate import BASE, BaseWithAdapter, adapter_names, settings_of, style_of
-from frozencore.tune.load import Base, load_model
+from frozencore.tune.load import load_model, tokenizer_of
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, context_limit
 from frozencore.tune.scoring.exact_match import stream_greedily
 
@@ -36,13 +36,12 @@ def converse(
     """
     runs = {folder: settings_of(folder) for folder in folders}
     first = runs[folders[0]] if folders else None
-    base = Base(*load_model(name, dtype=dtype or (first and first.dtype) or "auto", device=device))
-    context = context_limit(base.model, base.tokenizer)
+    base, tokenizer = load_model(name, dtype=dtype or (first and first.dtype) or "auto", device=device)
+    context = context_limit(base, tokenizer)
     max_new_tokens = min(max_new_tokens, context // 2)  # a small model's context keeps place for the question
 
     def speaker(called: str, folder: Path | None) -> Speaker:
-        own = base.for_adapter(name, folder).tokenizer
-        style = prompt_style or style_of(folder)
+        own, style = tokenizer_of(folder, name, tokenizer), prompt_style or style_of(folder)
         encoder = PromptEncoder(own, style=style, max_length=context - max_new_tokens, too_long="cut")
         if system is not None and not encoder.is_chat:
             raise ConfigError("--system needs a chat template, but this model's tokenizer has none: leave it out.")
@@ -51,7 +50,7 @@ def converse(
 
     speakers = [speaker(BASE, None)] if with_base or not folders else []
     speakers += [speaker(called, folder) for called, folder in zip(adapter_names(list(folders)), folders, strict=True)]
-    adapted = BaseWithAdapter(base.model)
+    adapted = BaseWithAdapter(base)
     for one in speakers:
         model = adapted.with_adapter(one.folder)  # refuses an adapter that does not fit before the first question
         cores = [layer.core("default") for layer in frozen_core_layers(model, "default").values()] if one.folder else []

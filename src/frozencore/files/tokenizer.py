@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from frozencore.files.names import TOKENIZER_FILE
+from frozencore.files.names import TOKENIZER_FILE, TOKENIZER_FILES
 
 
 def read_tokenizer(loading: dict[str, Any]) -> Any:
@@ -25,6 +25,12 @@ def read_tokenizer(loading: dict[str, Any]) -> Any:
 def has_tokenizer(folder: Path) -> bool:
     """Whether a tokenizer is saved in a folder."""
     return (folder / TOKENIZER_FILE).is_file()
+
+
+def tokenizer_content(folder: Path) -> dict[str, bytes]:
+    """The files of the tokenizer that is saved in a folder, by name; empty without one."""
+    files = [folder / name for name in TOKENIZER_FILES] if has_tokenizer(folder) else []
+    return {file.name: file.read_bytes() for file in files if file.is_file()}
 
 
 def with_own_tokenizer(folder: Path, loading: dict[str, Any]) -> dict[str, Any]:

@@ -31,11 +31,12 @@ from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.atomic_write import require_writable, write_json, write_lines
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
 from frozencore.files.names import ADAPTER
+from frozencore.files.tokenizer import tokenizer_content
 from frozencore.progress import Progress, as_stage
 from frozencore.text import num_of, one_line
 from frozencore.tune.config_parts import RowsConfig
 from frozencore.tune.folder import PREDICTIONS, RECORD, locked, record_of_run, require_new
-from frozencore.tune.load import Base, load_model, make_encoder, require_embedded
+from frozencore.tune.load import Base, load_model, make_encoder, require_embedded, tokenizer_of
 from frozencore.tune.provenance import Provenance
 from frozencore.tune.record import EvaluationRecord, Hashes, ReadRows, Resolved, TaskResult, TunedRecord
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, TooLong
@@ -180,17 +181,9 @@ def _evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> Evaluati
     subjects |= zip(names, evaluation.adapters, strict=True)
     progress("load", 0, None, evaluation.model)
     base = Base(*load_model(evaluation.model, dtype=evaluation.dtype, device=evaluation.device))
-    bases = {subject: base.for_adapter(evaluation.model, folder) for subject, folder in subjects.items()}
-    encoders = {
-        subject: make_encoder(
-            bases[subject], style=evaluation.prompt_style or style_of(folder), max_length=evaluation.max_length,
-            too_long=evaluation.too_long, default_length=sys.maxsize,
-        )
-        for subject, folder in subjects.items()
-    }  # fmt: skip
-    written = {subject: (encoder.is_chat, id(bases[subject])) for subject, encoder in encoders.items()}
-    by_form = {written[subject]: encoder for subject, encoder in encoders.items()}
-    read = {form: list(_read(evaluation, encoder, base.model)) for form, encoder in by_form.items()}
+    encoders = _encoders(evaluation, base, subjects)
+    different = {id(encoder): encoder for encoder in encoders.values()}
+    read = {key: list(_read(evaluation, encoder, base.model)) for key, encoder in different.items()}
     _remove_begun(out, {(subject, one.name) for subject in subjects for tasks in read.values() for one in tasks})
     adapted = BaseWithAdapter(base.model)
     for folder in subjects.values():
@@ -202,7 +195,7 @@ def _evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> Evaluati
     scores, failures = list[TaskResult](), list[FrozenCoreError]()
     for subject, folder in subjects.items():
         encoder = encoders[subject]
-        for one in read[written[subject]]:
+        for one in read[id(encoder)]:
             rows = one.rows
             try:
                 if isinstance(rows, FrozenCoreError):
@@ -245,6 +238,27 @@ def _evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> Evaluati
     )
     write_json(out / RECORD, record.content())
     return record
+
+
+def _encoders(evaluation: Evaluation, base: Base, subjects: Mapping[str, Path | None]) -> dict[str, PromptEncoder]:
+    """The encoder of each subject's rows: one for all subjects with the same tokenizer and style.
+
+    The tokenizer of an adapter is the one that a trainer saved beside it, if there is one.
+    """
+    tokenizers: dict[frozenset[tuple[str, bytes]], Any] = {}
+    encoders: dict[tuple[int, bool], PromptEncoder] = {}
+    found: dict[str, PromptEncoder] = {}
+    for subject, folder in subjects.items():
+        content = frozenset(() if folder is None else tokenizer_content(folder).items())
+        if content not in tokenizers:
+            tokenizers[content] = tokenizer_of(folder, evaluation.model, base.tokenizer)
+        tokenizer = tokenizers[content]
+        encoder = make_encoder(
+            Base(base.model, tokenizer), style=evaluation.prompt_style or style_of(folder),
+            max_length=evaluation.max_length, too_long=evaluation.too_long, default_length=sys.maxsize,
+        )  # fmt: skip
+        found[subject] = encoders.setdefault((id(tokenizer), encoder.is_chat), encoder)
+    return found
 
 
 def _remove_begun(out: Path, names: Collection[tuple[str, str]]) -> None:

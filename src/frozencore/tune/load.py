@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -137,20 +137,32 @@ def load_config(name: str) -> PretrainedConfig:
     return _loaded(name, lambda loading: AutoConfig.from_pretrained(**loading), "has no configuration", way_out="")
 
 
-def load_tokenizer(name: str, adapter: Path | None = None) -> Any:
+def load_tokenizer(name: str) -> Any:
     """Load only the tokenizer of a model.
-
-    Args:
-        adapter: The folder of an adapter, beside which a trainer may have saved another one.
 
     Raises:
         ModelError: As in :func:`load_model`.
     """
+    return _loaded(name, read_tokenizer, "cannot be read as a tokenizer")
 
-    def load(loading: dict[str, Any]) -> Any:
-        return read_tokenizer(loading if adapter is None else with_own_tokenizer(adapter, loading))
 
-    return _loaded(name, load, "cannot be read as a tokenizer")
+def tokenizer_of(adapter: Path | None, name: str, tokenizer: Any) -> Any:
+    """The tokenizer and chat template that a trainer saved beside an adapter; else those of its base model.
+
+    The longest text stays that of the base model: a trainer may write the length of its own rows there.
+
+    Args:
+        name, tokenizer: The base model, and its tokenizer.
+
+    Raises:
+        ModelError: As in :func:`load_model`.
+    """
+    if adapter is None or not has_tokenizer(adapter):
+        return tokenizer
+    refusal = f"has an adapter in {adapter}, beside which a tokenizer cannot be read"
+    own = _loaded(name, lambda loading: read_tokenizer(with_own_tokenizer(adapter, loading)), refusal, way_out="")
+    own.model_max_length = tokenizer.model_max_length
+    return own
 
 
 def _loaded(name: str, load: Callable[[dict[str, Any]], Any], refusal: str, way_out: str = f" {_WAY_OUT}") -> Any:
@@ -233,12 +245,6 @@ class Base:
 
     model: PreTrainedModel
     tokenizer: Any
-
-    def for_adapter(self, name: str, adapter: Path | None) -> Base:
-        """The base model of that name with the tokenizer that a trainer saved beside an adapter, if one did."""
-        if adapter is None or not has_tokenizer(adapter):
-            return self
-        return replace(self, tokenizer=load_tokenizer(name, adapter))
 
 
 @dataclass(frozen=True)
