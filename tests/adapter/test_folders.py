@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
-from frozencore import FrozenCoreConfig, load_basis, merge_adapters, save_basis, set_basis
+from frozencore import FrozenCoreConfig, export_lora, load_basis, merge_adapters, save_basis, set_basis
 from frozencore.adapter.basis import Basis
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.report import LayerReport, inspect_adapter
@@ -175,3 +177,21 @@ def test_a_report_has_the_sizes_and_the_length_of_the_core() -> None:
     basis = Basis({"a": known_basis(torch.eye(12)[:, :4], torch.eye(20)[:, :4])}, options={})
     (report,) = inspect_adapter(basis, {"a": 3 * torch.eye(4)}).values()
     assert report == LayerReport((12, 20), 4, 16, 4 * 4 * 32, 0, 6)
+
+
+def test_a_tokenizer_beside_an_adapter_goes_with_it_into_a_sum_an_export_and_fewer_bits(
+    byte_tokenizer: Callable[..., Any], tmp_path: Path
+) -> None:
+    with_three(tmp_path)
+    folders = [tmp_path / "out" / name for name in NAMES]
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folders[0])
+    merge_adapters(folders, tmp_path / "sum")
+    saved = read_adapter(folders[0])
+    saved.write(tmp_path / "few", saved.core.in_bits(4, saved.ranks))
+    export_lora(folders[0], tmp_path / "lora", base=tiny_qwen2())
+    for name in ("sum", "few", "lora"):
+        assert AutoTokenizer.from_pretrained(tmp_path / name).chat_template == tokenizer.chat_template
+    merge_adapters(folders[1:], tmp_path / "others")
+    assert not (tmp_path / "others/tokenizer_config.json").exists()

@@ -25,6 +25,7 @@ from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.adapter_folder import PEFT_TYPE, damaged, missing, read_config
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.names import CARD_FILE, CONFIG_FILE, HEADER_FILE, PICKLE_FILE, WEIGHTS_FILE
+from frozencore.files.tokenizer import copy_tokenizer
 from frozencore.text import one_line
 
 
@@ -60,7 +61,7 @@ class SavedAdapter:
         scores: Mapping[str, float | str] | None = None,
         overwrite: bool | None = None,
     ) -> None:
-        """Write a new folder with another core on the same basis, and this adapter's configuration and card.
+        """Write a new folder with another core on the same basis, and this adapter's configuration, card and tokenizer.
 
         The configuration names the place where the basis was found, which may have moved since training.
 
@@ -76,6 +77,7 @@ class SavedAdapter:
             save_file({key: X.contiguous() for key, X in tensors.items()}, aside / WEIGHTS_FILE, {"format": "pt"})
             config = read_config(self.folder) | ({"basis": self.config.basis} if self.config.basis else {})
             (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+            copy_tokenizer(self.folder, aside)
             if (self.folder / CARD_FILE).is_file():
                 card = (self.folder / CARD_FILE).read_text(encoding="utf-8")
                 if scores is not None:

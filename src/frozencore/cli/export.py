@@ -146,7 +146,7 @@ def merge(
         shares = None if weights is None else [float(part) for part in weights.split(",")]
     except ValueError as error:
         raise ConfigError(f"--weights are numbers separated by commas, but {weights!r} was given.") from error
-    folders = [find_adapter(adapter) for adapter in adapters]
+    folders = [find_adapter(adapter, with_tokenizer=True) for adapter in adapters]
     check_output(output, overwrite=None, reads=folders)
     from frozencore.adapter.folders import merge_adapters
 

@@ -33,6 +33,12 @@ def tokenizer_content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files if file.is_file()}
 
 
+def copy_tokenizer(folder: Path, out: Path) -> None:
+    """Copy the tokenizer that is saved in a folder to another one; without one nothing is copied."""
+    for name, content in tokenizer_content(folder).items():
+        (out / name).write_bytes(content)
+
+
 def with_own_tokenizer(folder: Path, loading: dict[str, Any]) -> dict[str, Any]:
     """The arguments for the tokenizer that a trainer saved in an adapter's folder; else those for the base model's."""
     if not has_tokenizer(folder):

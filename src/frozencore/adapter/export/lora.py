@@ -34,6 +34,7 @@ from frozencore.adapter.named_layers import last_part
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.names import CONFIG_FILE, WEIGHTS_FILE
+from frozencore.files.tokenizer import copy_tokenizer
 from frozencore.maths.basis import LayerBasis, known_basis
 
 PACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -147,6 +148,8 @@ def export_lora(
                     "(frozencore export --to merged), or train without these layers."
                 )
         (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        if adapter.folder is not None:
+            copy_tokenizer(adapter.folder, aside)
         write_model_card(aside, calibration=num_tokens(adapter.config.calibration_tokens))
     return LoraExport(
         directory=Path(out),
