@@ -12,7 +12,7 @@ import torch
 from peft import LoHaConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Qwen2ForSequenceClassification
+from transformers import AutoModelForCausalLM, Qwen2ForSequenceClassification
 
 from frozencore import (
     CoreBank,
@@ -50,9 +50,11 @@ def named(model: Any, folder: Path) -> Any:
     return model
 
 
-def write(base: Path, folder: Path, config: PeftConfig | None = None, seed: int = 0) -> Path:
+def write(
+    base: Path, folder: Path, config: PeftConfig | None = None, seed: int = 0, like: nn.Module | None = None
+) -> Path:
     """An adapter with random values, as PEFT saves it."""
-    model = get_peft_model(base_of(base), config or LoraConfig(**LORA))
+    model = get_peft_model(base_of(base) if like is None else named(like, base), config or LoraConfig(**LORA))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -269,6 +271,32 @@ def test_a_head_with_factors_of_its_own_is_no_module_that_was_trained_as_a_whole
     (tmp_path / "anna/adapter_config.json").write_text(json.dumps({**config, "task_type": "SEQ_CLS"}))
     with pytest.raises(ArtifactError, match=r"as 'base_model.model.score.base_layer.bias'"):
         compress_adapters({"anna": tmp_path / "anna"}, tmp_path / "shop", rank=2)
+
+
+def test_an_adapter_with_embeddings_of_new_tokens_keeps_the_tokenizer_that_has_them(
+    byte_tokenizer: Callable[..., Any], tmp_path: Path
+) -> None:
+    tokenizer = byte_tokenizer()
+    new = len(tokenizer)
+    tiny_qwen2(vocab_size=new, tie_word_embeddings=False).save_pretrained(tmp_path / "base")
+    tokenizer.add_tokens(["<new>"])
+    model = tiny_qwen2(vocab_size=new, tie_word_embeddings=False)
+    model.resize_token_embeddings(new + 1)
+    config = LoraConfig(**LORA, init_lora_weights=False, modules_to_save=["embed_tokens", "lm_head"])
+    lora = get_peft_model(named(model, tmp_path / "base"), config).eval()
+    for saved in (lora, tokenizer):
+        saved.save_pretrained(str(tmp_path / "anna"))
+    write(tmp_path / "base", tmp_path / "ben", like=tiny_qwen2(vocab_size=new, tie_word_embeddings=False))
+    tokenizer.save_pretrained(tmp_path / "ben")
+    compress_adapters({name: tmp_path / name for name in ("anna", "ben")}, tmp_path / "shop", rank=8)
+    export_merged(tmp_path / "shop/anna/adapter", tmp_path / "merged", base=tmp_path / "base")
+    ids = torch.tensor([[3, new, 5]])
+    with torch.no_grad():
+        found, expected = (
+            one(input_ids=ids).logits for one in (AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), lora)
+        )
+    torch.testing.assert_close(found, expected, atol=5e-4, rtol=1e-3)
+    assert not (tmp_path / "shop/ben/adapter/tokenizer.json").exists()  # a core alone is kilobytes
 
 
 @pytest.mark.parametrize(("rank", "bits"), [(2, 8), (16, 4)])

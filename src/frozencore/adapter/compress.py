@@ -32,6 +32,7 @@ from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.atomic_write import atomic_folder, write_json
 from frozencore.files.names import ADAPTER, BASIS, COMPRESSION_FILE, FACTORS_FILE, WEIGHTS_FILE
 from frozencore.files.tenant_names import require_tenant_name
+from frozencore.files.tokenizer import copy_tokenizer
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.compress import (
     CutAlone,
@@ -356,7 +357,11 @@ def _kept(energies: Mapping[str, tuple[float, float]]) -> Kept:
 
 
 def _write_core(aside: Path, out: Path, name: str, core: Core, basis: FrozenCoreConfig, source: LowRankAdapter) -> None:
-    """Write an adapter of a core on the basis beside it, and of the modules that its source trained as a whole."""
+    """Write an adapter of a core on the basis beside it, and of the modules that its source trained as a whole.
+
+    These may be embeddings of tokens that the base model lacks, so the source's tokenizer goes with them. A core alone
+    is kilobytes and has none.
+    """
     config = FrozenCoreConfig(
         basis=str(aside / BASIS), base_model_name_or_path=basis.base_model_name_or_path,
         revision=basis.revision, task_type=source.task_type, modules_to_save=source.modules_to_save,
@@ -366,3 +371,5 @@ def _write_core(aside: Path, out: Path, name: str, core: Core, basis: FrozenCore
     begin_model_card(folder)
     save_file({**core.tensors, **source.modules}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config.save_pretrained(folder)
+    if source.modules:
+        copy_tokenizer(source.folder, folder)

@@ -59,7 +59,7 @@ class LowRankAdapter:
     """An adapter to compress.
 
     Attributes:
-        place: The folder or hub id, for errors.
+        place: The folder or hub id, for errors; ``folder`` is where its files are.
         base_model: The name of its base model, if it has one; so is ``revision``.
         base: The record of the base model's weights, if there is one.
         factors: The scale of each layer, and the matrices whose product is its update: B A, or P R Qᵀ. Those of a file
@@ -73,6 +73,7 @@ class LowRankAdapter:
     """
 
     place: str
+    folder: Path
     base_model: str | None
     revision: str | None
     task_type: str | None
@@ -115,7 +116,7 @@ def read_low_rank_adapter(place: str, bases: dict[str, Basis]) -> LowRankAdapter
     Raises:
         ArtifactError: It is no adapter, is damaged, or changes more than linear layers by low-rank products.
     """
-    folder = find_adapter(place)
+    folder = find_adapter(place, with_tokenizer=True)
     config = read_config(folder)
     is_core = config.get("peft_type") == PEFT_TYPE
     source = _read_core(place, folder, bases) if is_core else _read_lora(place, folder, config)
@@ -137,8 +138,8 @@ def _read_core(place: str, folder: Path, bases: dict[str, Basis]) -> LowRankAdap
     partial = config.layers_to_transform is not None or config.exclude_modules or 0 in config.rank_pattern.values()
     cores = saved.core.by_layer(basis.ranks)
     return LowRankAdapter(
-        place, config.base_model_name_or_path, config.revision, getattr(config.task_type, "value", config.task_type),
-        basis.base,
+        place, folder, config.base_model_name_or_path, config.revision,
+        getattr(config.task_type, "value", config.task_type), basis.base,
         factors={name: (layer.scale, (layer.P, cores[name], layer.Q.mT)) for name, layer in basis.layers.items()},
         targets=None if partial else _targets(config.target_modules, basis.layers),
         num_bytes=weights_file(folder).stat().st_size,
@@ -162,8 +163,8 @@ def _read_lora(place: str, folder: Path, config: Mapping[str, Any]) -> LowRankAd
     partial = any(config.get(name) for name in ("exclude_modules", "layers_pattern"))
     partial = partial or config.get("layers_to_transform") is not None
     return LowRankAdapter(
-        place, config.get("base_model_name_or_path"), config.get("revision"), config.get("task_type"), base=None,
-        factors=factors, targets=None if partial else _targets(config.get("target_modules"), factors),
+        place, folder, config.get("base_model_name_or_path"), config.get("revision"), config.get("task_type"),
+        base=None, factors=factors, targets=None if partial else _targets(config.get("target_modules"), factors),
         num_bytes=weights_file(folder).stat().st_size, modules_to_save=modules_to_save or None, modules=modules,
         ties_weights=bool(config.get("ensure_weight_tying")), copies=copies,
     )  # fmt: skip
