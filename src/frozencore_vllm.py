@@ -257,9 +257,22 @@ def _serve_tenants(folder: Path, cache: Path) -> None:
 
     def begin_with_current_requests(self: Any, *args: Any, **given: Any) -> None:
         begin(self, *args, **given)
+        _require_slots_of_cores(self.engine_client.vllm_config)
         self.lora_requests = CurrentRequests(self.lora_requests, resolver.versions)
 
     OpenAIServingModels.__init__ = begin_with_current_requests
+
+
+def _require_slots_of_cores(config: Any) -> None:
+    """Refuse a server of a basis model that has no slots in the ``core`` layers: the base model would answer."""
+    targets = None if config.lora_config is None else config.lora_config.target_modules
+    if targets is None or not hasattr(config.model_config.hf_config, ENTRY):
+        return
+    if all(target.rpartition(".")[2] != CORE for target in targets):
+        raise ValueError(
+            f"Tenants of a basis model are adapters of its layers called {CORE}, but --lora-target-modules names "
+            f"{', '.join(targets) or 'none'}. Give --lora-target-modules {CORE}."
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ slots of cores

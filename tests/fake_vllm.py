@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 
 class Registry:
@@ -23,9 +24,16 @@ class Registry:
 
 
 class ServingModels:
-    """What of vLLM's ``OpenAIServingModels`` (0.32) asks resolvers."""
+    """What of vLLM's ``OpenAIServingModels`` (0.32) asks resolvers.
 
-    def __init__(self, model: str, registry: Registry) -> None:
+    Args:
+        targets: Those of ``--lora-target-modules``; None without the flag.
+    """
+
+    def __init__(self, model: str, registry: Registry, targets: list[str] | None = None) -> None:
+        lora, config = SimpleNamespace(target_modules=targets), AutoConfig.from_pretrained(model)
+        whole = SimpleNamespace(lora_config=lora, model_config=SimpleNamespace(hf_config=config))
+        self.engine_client = SimpleNamespace(vllm_config=whole)
         self.lora_requests: dict[str, Any] = {}
         self.model, self.registry, self.number = model, registry, 0
 

@@ -271,6 +271,22 @@ def test_a_request_gets_the_tenant_as_it_is_now_and_an_error_of_its_own(
     assert ask("lora").lora_name == "lora"  # an adapter of vLLM's own ways
 
 
+def test_a_server_without_slots_in_the_cores_does_not_start(
+    shop: Shop, vllm: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes every adapter then, and the base model answers (vllm-project/vllm#55193)."""
+    monkeypatch.setenv("FROZENCORE_TENANTS", str(shop.tenants))
+    monkeypatch.setenv("FROZENCORE_CACHE", str(tmp_path / "cache"))
+    frozencore_vllm.register()
+    for targets in (["q_proj", "v_proj"], []):
+        with pytest.raises(ValueError, match="names (q_proj, v_proj|none). Give --lora-target-modules core"):
+            ServingModels(str(shop.model), vllm, targets)
+    for targets in (None, ["core"], ["model.layers.0.self_attn.q_proj.core"]):
+        ServingModels(str(shop.model), vllm, targets)
+    tiny_qwen2().save_pretrained(tmp_path / "plain")
+    ServingModels(str(tmp_path / "plain"), vllm, ["q_proj"])
+
+
 def test_the_cache_is_the_users_own(monkeypatch: pytest.MonkeyPatch, shop: Shop, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     own = Tenants(shop.tenants, frozencore_vllm.own_cache())
