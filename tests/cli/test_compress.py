@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from frozencore import load_basis
 from frozencore.tune.pocket import pocket_model_path
@@ -164,6 +164,23 @@ def test_a_core_with_trained_modules_is_scored_with_them(command: Command, loras
     before, own, compressed = re.findall(r"\d+\.\d{3}", line)
     assert own != before
     assert abs(float(own) - float(compressed)) < 0.01
+
+
+def test_a_chat_template_beside_an_adapter_that_its_core_does_not_keep_is_said(
+    command: Command, loras: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+    adapters = [Path(copytree(loras / name, tmp_path / name)) for name in ("anna", "ben", "cleo")]
+    tokenizer.save_pretrained(adapters[0])  # the model's own, as trainers save it
+    (adapters[2] / "tokenizer_config.json").write_text("{")
+    words = ("compress", *adapters, "--model", "pocket", "--out")
+    assert command(*words, tmp_path / "one")[::2] == (0, "")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(adapters[1])
+    (adapters[2] / "tokenizer_config.json").unlink()
+    status, _, err = command(*words, tmp_path / "two")
+    assert (status, err.count("\n")) == (0, 1)
+    assert "another chat template beside ben than pocket has" in err
 
 
 def test_tenants_are_scored_and_trained_on_and_a_newcomer_trains_on_the_basis(

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
-from frozencore.adapter.compress import CompressedAdapters, compress_adapters
+from frozencore.adapter.compress import SHOWN, CompressedAdapters, compress_adapters
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.swap import round_core, swap_core
 from frozencore.constructors import COMPRESSED
-from frozencore.errors import ConfigError, DivergenceError
+from frozencore.errors import ConfigError, DivergenceError, ModelError
 from frozencore.files.adapter_folder import find_adapter
 from frozencore.files.names import ADAPTER, BASIS
 from frozencore.files.tenant_names import require_tenant_name
+from frozencore.files.tokenizer import has_tokenizer
 from frozencore.progress import Progress, as_stage
 from frozencore.tune.adapt import rate_for
 from frozencore.tune.adapters import add_adapter, save_adapter
 from frozencore.tune.config import make_config
 from frozencore.tune.evaluate import BaseWithAdapter, adapter_names
 from frozencore.tune.folder import START
-from frozencore.tune.load import Inputs, load_model
+from frozencore.tune.load import Inputs, load_model, load_tokenizer, tokenizers_of
 from frozencore.tune.locate import find_tenants, model_location
 from frozencore.tune.many.tenant import Tenant, Trained, train_many
 from frozencore.tune.many.tenant_rows import TenantRows, read_tenants
@@ -81,9 +84,29 @@ def compress_scored(
         progress=progress,
     )  # fmt: skip
     written(done)
+    if model is not None:
+        _warn_of_templates({name: find_adapter(named[name]) for name in done.kept}, model)
     if to_score is not None:
         score_cores(*to_score, out, scores, progress, bits=done.bits)
     return scores
+
+
+def _warn_of_templates(adapters: Mapping[str, Path], model: str) -> None:
+    """Warn of adapters with a chat template of their own beside them, which a core alone does not keep."""
+    own = {name: folder for name, folder in adapters.items() if has_tokenizer(folder)}
+    if not own:
+        return
+    tokenizer = load_tokenizer(model)
+    with suppress(ModelError):  # a tokenizer that cannot be read is not compressed
+        templates = {name: one.chat_template for name, one in tokenizers_of(own, model, tokenizer).items()}
+        if others := [name for name, template in templates.items() if template != tokenizer.chat_template]:
+            more = " and others" if len(others) > SHOWN else ""
+            warnings.warn(
+                f"A trainer saved another chat template beside {', '.join(others[:SHOWN])}{more} than {model} has. A "
+                "core is scored and asked with the model's: to ask with its own, copy the files of the tokenizer into "
+                "NAME/adapter.",
+                stacklevel=2,
+            )
 
 
 def read_rows_of(

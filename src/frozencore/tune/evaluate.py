@@ -31,12 +31,11 @@ from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.atomic_write import require_writable, write_json, write_lines
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
 from frozencore.files.names import ADAPTER
-from frozencore.files.tokenizer import tokenizer_content
 from frozencore.progress import Progress, as_stage
 from frozencore.text import num_of, one_line
 from frozencore.tune.config_parts import RowsConfig
 from frozencore.tune.folder import PREDICTIONS, RECORD, locked, record_of_run, require_new
-from frozencore.tune.load import Base, load_model, make_encoder, require_embedded, tokenizer_of
+from frozencore.tune.load import Base, load_model, make_encoder, require_embedded, tokenizers_of
 from frozencore.tune.provenance import Provenance
 from frozencore.tune.record import EvaluationRecord, Hashes, ReadRows, Resolved, TaskResult, TunedRecord
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, TooLong
@@ -241,20 +240,12 @@ def _evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> Evaluati
 
 
 def _encoders(evaluation: Evaluation, base: Base, subjects: Mapping[str, Path | None]) -> dict[str, PromptEncoder]:
-    """The encoder of each subject's rows: one for all subjects with the same tokenizer and style.
-
-    The tokenizer of an adapter is the one that a trainer saved beside it, if there is one.
-    """
-    tokenizers: dict[frozenset[tuple[str, bytes]], Any] = {}
+    """The encoder of each subject's rows: one for all subjects with the same tokenizer and style."""
     encoders: dict[tuple[int, bool], PromptEncoder] = {}
     found: dict[str, PromptEncoder] = {}
-    for subject, folder in subjects.items():
-        content = frozenset(() if folder is None else tokenizer_content(folder).items())
-        if content not in tokenizers:
-            tokenizers[content] = tokenizer_of(folder, evaluation.model, base.tokenizer)
-        tokenizer = tokenizers[content]
+    for subject, tokenizer in tokenizers_of(subjects, evaluation.model, base.tokenizer).items():
         encoder = make_encoder(
-            Base(base.model, tokenizer), style=evaluation.prompt_style or style_of(folder),
+            Base(base.model, tokenizer), style=evaluation.prompt_style or style_of(subjects[subject]),
             max_length=evaluation.max_length, too_long=evaluation.too_long, default_length=sys.maxsize,
         )  # fmt: skip
         found[subject] = encoders.setdefault((id(tokenizer), encoder.is_chat), encoder)

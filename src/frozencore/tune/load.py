@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from frozencore.device import computes_fast, memory_of, resolve_device
 from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_file import full_name
 from frozencore.files.hub import safe_loading, why_unreadable
-from frozencore.files.tokenizer import has_tokenizer, read_tokenizer, with_own_tokenizer
+from frozencore.files.tokenizer import has_tokenizer, read_tokenizer, tokenizer_content, with_own_tokenizer
 from frozencore.progress import Progress
 from frozencore.text import num_of
 from frozencore.tune.adapters import default_targets, targeted_layers
@@ -163,6 +163,18 @@ def tokenizer_of(adapter: Path | None, name: str, tokenizer: Any) -> Any:
     own = _loaded(name, lambda loading: read_tokenizer(with_own_tokenizer(adapter, loading)), refusal, way_out="")
     own.model_max_length = tokenizer.model_max_length
     return own
+
+
+def tokenizers_of(adapters: Mapping[str, Path | None], name: str, tokenizer: Any) -> dict[str, Any]:
+    """The tokenizer of each adapter, see :func:`tokenizer_of`: one object for all that have the same files."""
+    by_content: dict[frozenset[tuple[str, bytes]], Any] = {}
+    found: dict[str, Any] = {}
+    for adapter, folder in adapters.items():
+        content = frozenset(() if folder is None else tokenizer_content(folder).items())
+        if content not in by_content:
+            by_content[content] = tokenizer_of(folder, name, tokenizer)
+        found[adapter] = by_content[content]
+    return found
 
 
 def _loaded(name: str, load: Callable[[dict[str, Any]], Any], refusal: str, way_out: str = f" {_WAY_OUT}") -> Any:
