@@ -157,7 +157,7 @@ class TaskScore(RecordPart):
             that all differ.
         num_ties: Choice tasks: examples in which several choices share the best log-likelihood (the first counts).
         num_duplicate_choices: Choice tasks: examples with two equal choices.
-        num_cut: Prompts of a task whose beginning was cut because of the length limit.
+        num_cut: Prompts whose beginning was cut because of the length limit.
         num_truncated: Generated answers that reached the length limit before the end token.
         num_unanswered: Numbers: texts without a marker followed by a number.
         accuracy: Share of right answers, from 0 to 1.

@@ -138,6 +138,7 @@ def test_duplicate_choices_and_cut_prompts_are_counted(
     encoder = PromptEncoder(byte_tokenizer(), max_length=20, too_long="cut")
     score = score_of(byte_model, encoder, "choice", examples)
     assert (score.num_duplicate_choices, score.num_cut, score.num_ties) == (1, 1, 1)
+    assert score_of(byte_model, encoder, "completion", examples).num_cut == 1
 
 
 @pytest.mark.parametrize("adds_start", [False, True])

@@ -102,12 +102,13 @@ def _answers(
 ) -> tuple[list[Prediction], dict[str, Any]]:
     """The predictions for rows with answers, and what is counted of them for :class:`TaskScore`."""
     tokens, limit, size = rows.tokens, rows.max_new_tokens, len(rows.tokens)
+    num_cut = sum(row.num_cut > 0 for row in tokens)
     if rows.scoring == "completion":
         noted = with_note(progress, "completions")
         predictions, num_truncated = complete(model, encoder, tokens, max_new_tokens=limit, progress=noted)
         most = max(Counter(prediction.gold for prediction in predictions).values())
-        return predictions, {"num_truncated": num_truncated, "majority_class": most / size if most > 1 else None}
-    num_cut = sum(row.num_cut > 0 for row in tokens)
+        majority = most / size if most > 1 else None
+        return predictions, {"num_cut": num_cut, "num_truncated": num_truncated, "majority_class": majority}
     if rows.scoring == "exact_match":
         predictions, num_truncated = predict_numbers(model, encoder, tokens, max_new_tokens=limit, progress=progress)
         num_unanswered = sum(p.prediction is None for p in predictions)
