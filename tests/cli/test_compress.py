@@ -192,7 +192,10 @@ def test_tenants_are_scored_and_trained_on_and_a_newcomer_trains_on_the_basis(
     status, _, err = command(*words, *model)
     assert (status, err.count("\n")) == (2, 1)
     assert not (tmp_path / "shop").exists()
-    status, out, err = command(*words, *model, "--tenants", loras / "rows", "--skip-bad")
+    copytree(loras / "rows", tmp_path / "rows")
+    with (tmp_path / "rows/anna.jsonl").open("a") as file:
+        file.write('{"prompt": "How many?", "completion": ""}\n')
+    status, out, err = command(*words, *model, "--tenants", tmp_path / "rows", "--skip-bad")
     assert status == 0, err
     assert "Skipped empty" in out
     assert all(arm in out for arm in ("base", "own", "compressed", "trained on"))

@@ -59,6 +59,20 @@ def test_rows_of_ones_own_are_scored_on_runs_and_their_base(command: Command, tm
         assert re.search(rf"{scored}\d+\.\d s \(completions\)\n{scored}\d+\.\d s \(loss\)", out)
 
 
+def test_bad_rows_are_left_out_as_the_error_for_them_says(command: Command, tmp_path: Path) -> None:
+    write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": "Tom has", "completion": answer} for answer in (" two", "", " six")]
+    )
+    words = ["evaluate", *POCKET, "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "e"]
+    status, _, err = command(*words)
+    assert (status, "--skip-bad leaves such rows out" in err) == (2, True)
+    status, out, _ = command(*words, "--skip-bad")
+    assert status == 0
+    assert "Read 3 rows by prompt and completion; 1 left out (column 'completion' must hold text)" in " ".join(
+        out.split()
+    )
+
+
 def test_each_failure_beside_a_good_task_is_a_row_and_the_exit_status_is_one(command: Command, tmp_path: Path) -> None:
     own = write_task(tmp_path / "own", num_train=3)
     tasks = f"svamp,pocket-mth,pocket-sentiment,{own}"

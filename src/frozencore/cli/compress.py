@@ -54,7 +54,11 @@ def compress(
         bool, typer.Option("--same-base", help="The adapters are of one base model, whatever name they give it.")
     ] = False,
     skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out adapters that cannot be compressed, with the reason.")
+        bool,
+        typer.Option(
+            "--skip-bad",
+            help="Leave out adapters that cannot be compressed, with the reason, and bad rows of --tenants.",
+        ),
     ] = False,
 ) -> None:
     check_output(output, overwrite=None)

@@ -38,6 +38,7 @@ def evaluate(
         ),
     ] = None,
     columns: Annotated[str | None, flag("columns")] = None,
+    skip_bad: Annotated[bool, flag("skip_bad")] = False,
     adapter: Annotated[
         list[str] | None,
         typer.Option(help="Folder of a run; folder or hub id of an adapter (cores, LoRA). May be repeated."),
@@ -82,8 +83,8 @@ def evaluate(
 
         progress.started()
         evaluation = Evaluation(
-            model=model, data=tuple(sources), columns=columns, adapters=adapters, with_base=with_base,
-            failed=failed, data_root=data_root, max_length=max_length,
+            model=model, data=tuple(sources), columns=columns, skip_bad=skip_bad, adapters=adapters,
+            with_base=with_base, failed=failed, data_root=data_root, max_length=max_length,
             prompt_style=cast(PromptStyle | None, prompt_style), too_long=cast(TooLong, too_long),
             length_normalised=length_normalised, num_evaluation=num_evaluation, dtype=dtype, device=device,
         )  # fmt: skip

@@ -58,7 +58,7 @@ def compress_scored(
         adapters: Folders or hub ids.
         model: The base model.
         tenants: The row files, named after the adapters; None scores nothing.
-        bits, same_base, skip_bad: As in ``compress_adapters``.
+        bits, same_base, skip_bad: As in ``compress_adapters``; ``skip_bad`` leaves out bad rows too.
         written: Called with the result before the cores are scored.
 
     Raises:
@@ -68,7 +68,9 @@ def compress_scored(
     if not skip_bad:
         for name, place in named.items():
             require_tenant_name(name, place)
-    to_score = None if tenants is None else read_rows_of(str(model), tenants, named.keys(), progress)
+    to_score = None
+    if tenants is not None:
+        to_score = read_rows_of(str(model), tenants, named.keys(), progress, skip_bad=skip_bad)
     base: nn.Module | None = None if to_score is None else to_score[0].model
     if model is not None and base is None:
         base = load_model(model_location(model), device="cpu")[0]
@@ -110,9 +112,12 @@ def _warn_of_templates(adapters: Mapping[str, Path], model: str) -> None:
 
 
 def read_rows_of(
-    model: str, rows: Path, names: Collection[str], progress: Progress
+    model: str, rows: Path, names: Collection[str], progress: Progress, *, skip_bad: bool = False
 ) -> tuple[Inputs, dict[str, TenantRows]]:
     """Load the base model, and the rows of those adapters that have a file.
+
+    Args:
+        skip_bad: Leave out rows with a missing or empty column.
 
     Raises:
         ConfigError: A file has no adapter of its name.
@@ -124,7 +129,7 @@ def read_rows_of(
             f"A row file of --tenants is named after its adapter, but {files[odd].name} has none: the adapters are "
             f"{', '.join(sorted(names)[:8])}. Rename it, or take it out."
         )
-    config = make_config(model=model, data=str(rows), exact_match="auto", epochs=EPOCHS)
+    config = make_config(model=model, data=str(rows), exact_match="auto", epochs=EPOCHS, skip_bad=skip_bad)
     return read_tenants(config, files, progress)
 
 

@@ -134,7 +134,8 @@ class Evaluation:
     """The model, adapters, tasks and options of an evaluation.
 
     Attributes:
-        data: Sources of rows, as for ``frozencore tune --data``; ``columns`` names the columns of files.
+        data: Sources of rows, as for ``frozencore tune --data``; ``columns`` names the columns of files, and
+            ``skip_bad`` leaves out rows without them.
         failed: Names of tasks that cannot be scored, with the reason; each is a row of the record.
         adapters: Folders of saved adapters. Without any, or with ``with_base``, the base model is scored.
         prompt_style: None is the style that the run of each adapter used, and ``auto`` for the base model.
@@ -145,6 +146,7 @@ class Evaluation:
     model: str
     data: tuple[str, ...] = ()
     columns: str | None = None
+    skip_bad: bool = False
     failed: Mapping[str, str] = field(default_factory=dict)
     adapters: tuple[Path, ...] = ()
     with_base: bool = False
@@ -306,7 +308,7 @@ def _rows_of(data: str, evaluation: Evaluation, encoder: PromptEncoder) -> tuple
         source = find_source(data)
         rows = source.draw_evaluation(evaluation.data_root, num_evaluation=evaluation.num_evaluation)
         return ScoredRows(source.name, source.scoring, encoder.encode(rows), source.max_new_tokens), None
-    config = RowsConfig(data=data, columns=evaluation.columns)
+    config = RowsConfig(data=data, columns=evaluation.columns, skip_bad=evaluation.skip_bad)
     files = UserData.read(config, encoder, most_rows=evaluation.num_evaluation)
     (file,) = files.files
     return ScoredRows(USER_ROWS, files.scoring(file.rows), file.rows), files.reading(file.left_out, file.rows)
