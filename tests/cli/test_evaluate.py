@@ -240,6 +240,25 @@ def test_chat_writes_prompts_with_the_tokenizer_that_a_trainer_saved_beside_the_
     assert seen == ["Q one A", "user one bot"]
 
 
+def test_a_chat_of_tokens_without_embeddings_and_one_of_a_damaged_tokenizer_are_one_line(
+    command: Command, adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that adds tokens to the tokenizer, and trains no embeddings, saves such an adapter."""
+    trained = Path(shutil.copytree(adapters[0] / "adapter", tmp_path / "trained"))
+    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m.content }} {% endfor %}A"
+    tokenizer.save_pretrained(trained)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    status, _, err = command("chat", trained, *POCKET)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "holds the token '<|user|>' (869), but the model has embeddings of 869" in err
+    (trained / "tokenizer.json").write_text("{")
+    status, _, err = command("chat", trained, *POCKET)
+    assert (status, err.count("\n")) == (2, 1)
+    assert f"The tokenizer beside the adapter in {trained} cannot be read" in err
+
+
 def test_chat_says_that_a_core_of_zeros_is_not_trained(
     talk: Callable[..., tuple[list[str], str]], adapters: list[Path], tmp_path: Path
 ) -> None:

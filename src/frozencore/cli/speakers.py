@@ -11,9 +11,10 @@ from frozencore.adapter.loaded_adapter import frozen_core_layers
 from frozencore.cli.display import console
 from frozencore.errors import ConfigError, DataError
 from frozencore.tune.evaluate import BASE, BaseWithAdapter, adapter_names, settings_of, style_of
-from frozencore.tune.load import load_model, tokenizer_of
+from frozencore.tune.load import load_model, require_embeddings, tokenizer_of
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, context_limit
 from frozencore.tune.scoring.exact_match import stream_greedily
+from frozencore.unwrapped_model import base_of
 
 NEW, QUIT, GOES_ON = "/new", "/quit", "\\"
 
@@ -126,6 +127,7 @@ class Speaker:
 
         with suppress(KeyboardInterrupt):
             model = base.with_adapter(self.folder)
+            require_embeddings(base_of(model), encoder.tokenizer, [context])
             stream_greedily(model, context, encoder, max_new_tokens=max_new_tokens, tell=tell)
             if not "".join(pieces).strip():
                 console.print("(The model ended its answer at once.)", style="dim", end="")

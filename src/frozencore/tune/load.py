@@ -155,12 +155,19 @@ def tokenizer_of(adapter: Path | None, name: str, tokenizer: Any) -> Any:
         name, tokenizer: The base model, and its tokenizer.
 
     Raises:
-        ModelError: As in :func:`load_model`.
+        ModelError: It cannot be read.
     """
     if adapter is None or not has_tokenizer(adapter):
         return tokenizer
-    refusal = f"has an adapter in {adapter}, beside which a tokenizer cannot be read"
-    own = _loaded(name, lambda loading: read_tokenizer(with_own_tokenizer(adapter, loading)), refusal, way_out="")
+    loading = with_own_tokenizer(adapter, safe_loading(model_location(name)))
+    try:
+        with quiet_loading():
+            own = read_tokenizer(loading)
+    except Exception as error:  # transformers raises many kinds for files that are no tokenizer
+        why = why_unreadable(loading, error)
+        raise ModelError(
+            f"The tokenizer beside the adapter in {adapter} cannot be read: {why} Save it again."
+        ) from error
     own.model_max_length = tokenizer.model_max_length
     return own
 
@@ -352,12 +359,17 @@ def _require_known(tokenizer: Any, rows: Iterable[TokenRow]) -> None:
 
 
 def require_embedded(model: Any, tokenizer: Any, rows: Iterable[TokenRow]) -> None:
-    """Raise a ``ModelError`` for a token that the model has no embedding of."""
+    """Raise a ``ModelError`` for a token of rows that the model has no embedding of."""
+    require_embeddings(model, tokenizer, (ids for row in rows for ids in row.token_lists))
+
+
+def require_embeddings(model: Any, tokenizer: Any, texts: Iterable[list[int]]) -> None:
+    """Raise a ``ModelError`` for a token of tokenised texts that the model has no embedding of."""
     size = model.get_input_embeddings().weight.shape[0]
-    largest = max((max(ids, default=0) for row in rows for ids in row.token_lists), default=0)
+    largest = max((max(ids, default=0) for ids in texts), default=0)
     if largest >= size:
         token = tokenizer.convert_ids_to_tokens(largest)
         raise ModelError(
-            f"Rows hold the token {token!r} ({largest}), but the model has embeddings of {size} tokens only. Use the "
-            "model's own tokenizer, or add the embeddings first (resize_token_embeddings)."
+            f"A text holds the token {token!r} ({largest}), but the model has embeddings of {size} tokens only. Use "
+            "the model's own tokenizer, or add the embeddings first (resize_token_embeddings)."
         )
