@@ -686,6 +686,15 @@ def test_an_adapter_without_the_tensors_of_a_layer_that_its_names_select_can_be_
     torch.testing.assert_close(found, loaded(base, tmp_path / "anna"), atol=2e-4, rtol=1e-4)
 
 
+def test_options_of_a_later_peft_are_named_once_if_they_are_set(base: Path, tmp_path: Path) -> None:
+    for name in ("anna", "ben"):
+        changed(lambda config, _: config.update(use_later=True, later_config=None))(base, tmp_path / name)
+    adapters = {name: tmp_path / name for name in ("anna", "ben")}
+    with pytest.warns(UserWarning, match=r"does not know.*: use_later\.") as said:
+        compress_adapters(adapters, tmp_path / "shop", rank=2)
+    assert len({str(one.message) for one in said}) == 1
+
+
 def test_what_fails_before_writing_leaves_nothing(base: Path, tmp_path: Path) -> None:
     def fails(names: object) -> None:
         assert list(names) == ["anna"]  # type: ignore[call-overload]

@@ -8,6 +8,7 @@ Shapes: m out features, n in features, k rank of an update.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import TaskType
+from peft import LoraConfig, TaskType
 from peft.utils.other import get_pattern_key
 from torch import Tensor
 
@@ -151,6 +152,12 @@ def _read_core(place: str, folder: Path, bases: dict[str, Basis]) -> LowRankAdap
 
 def _read_lora(place: str, folder: Path, config: Mapping[str, Any]) -> LowRankAdapter:
     _refuse(place, _odd_options(config))
+    if unknown := sorted(name for name in config if config[name] and name not in LoraConfig.__dataclass_fields__):
+        warnings.warn(
+            f"An adapter has options that this version of PEFT does not know, and that are ignored, as PEFT ignores "
+            f"them: {one_line(', '.join(unknown), 200)}. If one of them changes the update, its core is wrong.",
+            stacklevel=2,
+        )
     tensors = read_tensors(folder)
     _refuse(place, _odd_tensors(tensors))
     modules_to_save = [*dict.fromkeys([*(config.get("modules_to_save") or []), *_heads(config, tensors)])]
