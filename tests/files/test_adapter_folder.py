@@ -8,7 +8,7 @@ import pytest
 
 from frozencore.adapter.basis import load_basis, read_header
 from frozencore.errors import ArtifactError
-from frozencore.files.adapter_folder import read_config
+from frozencore.files.adapter_folder import find_adapter, read_config
 
 
 @pytest.mark.parametrize(("read", "name"), [(read_config, "adapter_config.json"), (load_basis, "basis.json")])
@@ -29,3 +29,11 @@ def test_a_basis_of_an_earlier_version_is_one_line(header: str, tmp_path: Path) 
     for read in (load_basis, read_header):
         with pytest.raises(ArtifactError, match="basis.json names no id"):
             read(tmp_path)
+
+
+def test_the_folder_that_is_meant_is_an_adapters_not_that_of_the_basis_beside_it(tmp_path: Path) -> None:
+    for place in ("basis/basis.json", "zoe/adapter/adapter_config.json"):
+        (tmp_path / place).parent.mkdir(parents=True)
+        (tmp_path / place).write_text("{}")
+    with pytest.raises(ArtifactError, match=r"It holds 2 folders of adapters: did you mean .*zoe\?"):
+        find_adapter(str(tmp_path))

@@ -102,7 +102,8 @@ def adapter_in(folder: Path) -> Path:
             f"An adapter is saved when its run ends, but {folder} holds an interrupted run. Continue it: "
             f"`frozencore tune --resume --out {shlex.quote(str(folder))}`."
         )
-    inside = sorted(child for child in folder.iterdir() if _adapter_at(child)) if folder.is_dir() else []
+    inside = [child for child in folder.iterdir() if _adapter_at(child)] if folder.is_dir() else []
+    inside.sort(key=lambda child: ((child / HEADER_FILE).is_file(), child))  # a basis beside adapters is not meant
     more = f" It holds {num_of(len(inside), 'folder')} of adapters: did you mean {inside[0]}?" if inside else ""
     raise ArtifactError(f"{missing(folder, CONFIG_FILE)}{more}")
 
