@@ -77,8 +77,9 @@ from torch import Tensor
 import figures
 from diagonal import diagonal
 from frozencore import Core, basis_id, calibrate, swap_core
+from frozencore.adapter.basis import Basis
 from frozencore.files.fingerprint import fingerprint_model
-from frozencore.maths.basis import LayerBasis, known_basis
+from frozencore.maths.basis import known_basis
 from frozencore.maths.compress import compress, core_of
 from frozencore.maths.linalg import thin_qr, truncated_svd
 from frozencore.maths.moments import LayerMoments
@@ -363,7 +364,7 @@ class Datasets(Study):
         jobs: list[Job] = [(name, rate) for name in self.shortest(COMPRESSED) if name in self.calibrated]
         self.trained("lora", self.lora_rank, jobs, seed)
         loras = [self.update_of(self.file_of("lora", self.lora_rank, seed, job)) for job in jobs]
-        return factors_by_name({at: compress([own[at] for own in loras], rank) for at in loras[0]})
+        return Basis({at: compress([own[at] for own in loras], rank) for at in loras[0]}, options={}).tensors
 
     def of_every_gradient(self, rank: int, seed: int) -> dict[str, Tensor]:
         """P and Q as FCCA's, but of each data set's whitened gradient at norm 1, where FCCA takes that of their sum."""
@@ -380,7 +381,7 @@ class Datasets(Study):
             cut = (truncated_svd(T, min(GRADIENT_RANK, *T.shape)) for T in whitened)
             joint = compress([(U * S, V.mT) for U, S, V in cut], rank)
             bases[at] = known_basis(thin_qr(D_root(joint.P.double()))[0], thin_qr(A_root(joint.Q.double()))[0])
-        return factors_by_name(bases)
+        return Basis(bases, options={}).tensors
 
     def tuned(self, rank: int, seed: int, jobs: Sequence[Job]) -> Adapters:
         """Cores on FCCA of all training rows of each tenant, at the measured rate."""
@@ -473,11 +474,6 @@ class Datasets(Study):
             tokens += int(counts.sum())
             exact += int(((logits.argmax(-1) == labels) | ~counts).all(1).sum())
         return {"loss": nats / tokens, "exact": 100 * exact / len(rows), "rows": len(rows)}
-
-
-def factors_by_name(bases: Mapping[str, LayerBasis]) -> dict[str, Tensor]:
-    """P and Q of each layer under ``<layer>.P`` and ``<layer>.Q``."""
-    return {f"{at}.{side}": X for at, basis in bases.items() for side, X in (("P", basis.P), ("Q", basis.Q))}
 
 
 def values_of(model: PeftModel) -> dict[str, Tensor]:
