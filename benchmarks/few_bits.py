@@ -26,22 +26,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import figures
-from datasets_quality import (
-    ARMS,
-    BITS,
-    DIGITS,
-    LORA,
-    NAMES,
-    Datasets,
-    apart,
-    by_set,
-    bytes_at,
-    in_words,
-    interval_of,
-    rounded,
-    study_of,
-    study_parser,
-)
+from datasets_quality import ARMS, BITS, LORA, Datasets, bytes_at, rounded, study_of, study_parser
+from datasets_tables import DIGITS, NAMES, apart, by_set, in_words, interval_of
 from frozencore import Core, basis_id, frozen_core_layers, swap_core
 from frozencore.maths.linalg import seeded_generator, thin_qr
 from frozencore.maths.quantise import levels, quantise

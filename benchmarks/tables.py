@@ -20,7 +20,7 @@ from typing import Any
 
 import bank_bits
 import calibration
-import datasets_quality
+import datasets_tables
 import devices
 import few_bits
 import figures
@@ -99,13 +99,13 @@ def at_a_glance(study: Runs, in_vllm: Mapping[str, Any]) -> str:
     slots = [in_vllm["adapter"][engine]["slot_bytes"] for engine in engines]
 
     def means(measure: str, digits: int, arms: Sequence[tuple[str, int]] = arms) -> tuple[str, list[str]]:
-        base, *found = (datasets_quality.by_set(study, arm, measure) for arm in (("base", 0), *arms))
+        base, *found = (datasets_tables.by_set(study, arm, measure) for arm in (("base", 0), *arms))
         common = set.intersection(*map(set, found))
         of_base, *means = (f"{fmean(one[name] for name in common):.{digits}f}" for one in (base, *found))
         return f"of {len(common)} data sets (base model {of_base})", means
 
     (losses, of_loss), (rights, of_exact) = means("loss", 2), means("exact", 1)
-    chosen = [datasets_quality.CHOSEN_LORA, datasets_quality.CHOSEN_SMALL, datasets_quality.CHOSEN_FCCA]
+    chosen = [datasets_tables.CHOSEN_LORA, datasets_tables.CHOSEN_SMALL, datasets_tables.CHOSEN_FCCA]
     rows = [
         ["bytes of a tenant's values (bits of each)",
          *(f"{few_bits.bytes_of(study, arm):,} ({own})" for arm, own in zip(arms, bits.values(), strict=True))],
@@ -154,10 +154,10 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "rates-others": (rates.others_table, "rates.jsonl"),
     },
     "docs/sharing.md": {
-        "datasets": (datasets_quality.arms_table, "datasets-quality.jsonl"),
-        "datasets-primary": (datasets_quality.primary_table, "datasets-quality.jsonl"),
+        "datasets": (datasets_tables.arms_table, "datasets-quality.jsonl"),
+        "datasets-primary": (datasets_tables.primary_table, "datasets-quality.jsonl"),
         "datasets-half": (
-            partial(datasets_quality.primary_table, wanted=datasets_quality.AT_HALF),
+            partial(datasets_tables.primary_table, wanted=datasets_tables.AT_HALF),
             "datasets-half.jsonl",
         ),
         "tenants": (partial(tenant_tables.sharing_table, "all"), "tenants-quality.jsonl"),
@@ -170,7 +170,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
     "docs/compressing.md": {
         "compress": (partial(tenant_tables.compress_table, tenant_tables.COMPRESSED), "compress-quality.jsonl"),
         "compress-kept": (tenant_tables.kept_table, "compress-quality.jsonl"),
-        "datasets-cuts": (datasets_quality.cuts_table, "datasets-quality.jsonl"),
+        "datasets-cuts": (datasets_tables.cuts_table, "datasets-quality.jsonl"),
         "strangers": (strangers.table_of, "strangers.json"),
     },
     "docs/cost.md": {
@@ -312,7 +312,7 @@ PICTURES: Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "smollm2": (of_losses, "smollm2-seeds", "smollm2-endings"),
     "values": (of_shapes, "smollm2-values"),
     "forgetting": (of_forgetting, *ENDINGS, "smollm2-endings", *REVIEWS),
-    "datasets": (datasets_quality.picture, "datasets-quality.jsonl"),
+    "datasets": (datasets_tables.picture, "datasets-quality.jsonl"),
     "bits": (few_bits.picture, "datasets-quality.jsonl"),
     "tenants": (tenant_tables.losses_picture, TENANTS[0]),
     "served": (of_serving, "served.json"),

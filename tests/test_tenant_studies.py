@@ -85,7 +85,7 @@ def test_a_data_set_is_scored_by_the_held_out_loss_and_by_the_exact_match_of_gre
 def test_the_tables_of_data_sets_pair_what_both_arms_have_and_name_what_is_shown(
     studies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study, few_bits = import_module("datasets_quality"), import_module("few_bits")
+    study, few_bits = import_module("datasets_tables"), import_module("few_bits")
     losses = {
         ("fcca", 16): (1.0, 2.0, 3.0, 9.0),
         ("own", 16): (0.9, 1.9, 2.9),
