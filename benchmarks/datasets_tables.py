@@ -110,6 +110,10 @@ def in_words(differences: Mapping[str, float], digits: int) -> str:
     return with_range(interval_of(differences), f"+.{digits}f")
 
 
+def titled(arm: str, rank: int) -> str:
+    return NAMES[arm] + f", r = {rank}" * (rank > 0)
+
+
 def arms_table(lines: Sequence[Record]) -> str:
     """The mean of each arm over the data sets of all, and what it is above the shared FCCA on those of both.
 
@@ -123,7 +127,7 @@ def arms_table(lines: Sequence[Record]) -> str:
     for arm, rank in arms:
         count, rate = len(by_set(lines, (arm, rank), "loss")), rates[arm, rank]
         shown = BY_SET.get(arm, "") if rate is None else f"{rate:g}"
-        rows.append([NAMES[arm] + f", r = {rank}" * (rank > 0), str(count), shown])
+        rows.append([titled(arm, rank), str(count), shown])
     whole = [found for arm in arms if arm != LOWER and len(found := set(by_set(lines, arm, "loss"))) >= ENOUGH]
     common = set.intersection(*whole) if whole else set()
     differences = {measure: [apart(lines, arm, FIRST, measure) for arm in arms] for measure in DIGITS}
@@ -142,6 +146,20 @@ def arms_table(lines: Sequence[Record]) -> str:
     heads = ["each data set has", "data sets", "learning rate"]
     of_all = f"of the {len(common)} of all"
     return table([*heads, f"loss {of_all}", "minus shared FCCA", f"exact match {of_all}, %", "minus shared FCCA"], rows)
+
+
+EACH = (("base", 0), FIRST, TUNED, ("random", 16), ("lora", 1))
+"""The arms of the table of each data set."""
+
+
+def each_table(lines: Sequence[Record]) -> str:
+    """Exact answers and loss of some arms on each data set that shared cores have; a star marks newcomers."""
+    arms = [[by_set(lines, arm, measure) for measure in ("exact", "loss")] for arm in EACH]
+    rows = []
+    for name in sorted(by_set(lines, FIRST, "loss")):
+        cells = (f"{exact[name]:.1f}, {loss[name]:.3f}" if name in loss else "" for exact, loss in arms)
+        rows.append([name + " *" * is_newcomer(name), *cells])
+    return table(["exact answers in %, loss", *(titled(*arm) for arm in EACH)], rows)
 
 
 def cuts_table(lines: Sequence[Record]) -> str:

@@ -198,6 +198,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "starts": (tenant_tables.starts_table, "sharing-quality.jsonl"),
         "tenants-newcomers": (partial(tenant_tables.sharing_table, "newcomers"), "tenants-quality.jsonl"),
         "bases-newcomers": (partial(tenant_tables.bases_table, "newcomers"), *TENANTS[1:]),
+        "datasets-each": (datasets_tables.each_table, "datasets-quality.jsonl"),
         "compress-one-seed": (partial(tenant_tables.compress_table, tenant_tables.ONE_SEED), "compress-quality.jsonl"),
         "smollm2-ablations": (ablations, "smollm2-ablations"),
         "smollm2-stability": (stability, "smollm2-ablations"),
