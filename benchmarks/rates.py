@@ -5,7 +5,7 @@
 Each data set trains a core on 128 of its rows (two epochs of eight rows a step, warm-up .1, cosine) at the proposed
 rate, at its multiples and at each given one, on one basis from the same rows, and a LoRA of rank 16 with alpha 32 at
 each LoRA rate. A line of the results is the held-out loss of one arm, in nats per token of the completion, on 96 rows.
-float32, one thread.
+One thread; float32, or another dtype, which is then part of the model's name.
 
 Set on 29 November 2026, before half of the proposed rate was tried at 0.5B: ``FISHER_STEP`` is halved if half of the
 rate loses less to the best rate tried, in the mean of both models' means over the data sets that have both, and not
@@ -74,6 +74,7 @@ MODELS = {
     "smollm2": "SmolLM2-135M",
     "half": "Qwen2.5-Coder-0.5B",
     "coder": "Qwen2.5-Coder-1.5B",
+    "coder, bfloat16": "Qwen2.5-Coder-1.5B, bfloat16",
     "spread-0": "tiny1m",
     "spread-1": "tiny1m, spread 1",
     "spread-2": "tiny1m, spread 2",
@@ -215,11 +216,13 @@ def main() -> None:
     parser.add_argument("--rates", default="", help="rates of the core beside the proposed one")
     parser.add_argument("--factors", default="", help="further rates of the core, as multiples of the proposed one")
     parser.add_argument("--lora-rates", default="", help="rates of a LoRA of rank 16")
+    parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
     file = study_file(options)
-    model, encoder, here = study_model(options, "float32")
+    model, encoder, here = study_model(options, options.dtype)
     results = Results(file, {"seed": SEED, **here}, NAMES)
-    which = {"model": Path(options.model).name, "model_sha256": fingerprint_model(model)[:16]}
+    called = Path(options.model).name + f", {options.dtype}" * (options.dtype != "float32")
+    which = {"model": called, "model_sha256": fingerprint_model(model)[:16]}
     others = {line["model_sha256"] for line in results.found.values() if line["model"] == which["model"]}
     if odd := others - {which["model_sha256"]}:
         raise SystemExit(
