@@ -52,6 +52,10 @@ the development sets among the 24 with the shortest rows, as ``frozencore compre
 every data set's own whitened gradient, each at norm 1, where FCCA takes the gradient of all rows: gradients of unlike
 data sets cancel in a sum.
 
+Set on 1 December, before their first runs: ``--all-linear``, adapters on all linear layers, for the shared FCCA of rank
+16 and for a LoRA of rank 1. The question is whether more layers close the gap of a shared core to a LoRA of rank 1 on
+the attention layers, which has twice the values of such a core.
+
 Set on 30 November for Qwen2.5-Coder-0.5B, where a shared core is 5 points below a LoRA of rank 1: ``measured`` at rank
 32, and ``halved``, at half of the measured rates. The latter was set when four lines of the former had been seen, at
 higher rates on the shared basis than on own ones.
@@ -72,6 +76,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
+from contestants import ATTENTION
 from diagonal import diagonal
 from frozencore import Core, basis_id, calibrate, swap_core
 from frozencore.adapter.basis import Basis
@@ -121,6 +126,7 @@ SHARES = {"measured": 1.0, "halved": 0.5}
 """Arms at the measured rate or at a share of it."""
 CHOSEN = {"chosen": "lora", "chosen_fcca": "fcca"}
 """Arms at the best of three rates, and how their adapters are trained."""
+ALL_LINEAR = ", all linear layers"
 LOWER = ("own, at 0.02", 16)
 """Own bases at the rate of the shared one, half of the one found for them."""
 COMPRESSED = 24
@@ -218,17 +224,17 @@ class Datasets(Study):
         Args:
             only_train: Leave out fewer bits and compression.
             given: A learning rate in place of the searched one, which is part of the arms' names; their adapters are
-                neither rounded nor compressed.
+                neither rounded nor compressed, nor are those on all linear layers.
         """
         groups = [everyone[start : start + GROUP] for start in range(0, len(everyone), GROUP)]
         for seed in self.seeds[:seeds]:
             rates = {(arm, rank): given or self.rate(arm, rank) for arm, rank in arms}
             for group in groups:
                 for (arm, rank), rate in rates.items():
-                    named = f"{arm}, at {given:g}" if given else arm
+                    named = self.named(arm) + (f", at {given:g}" if given else "")
                     jobs = [(name, rate) for name in group]
                     self.measure(named, rank, jobs, self.adapters(arm, rank, seed), seed=seed)
-            if only_train or given:
+            if only_train or given or self.targets != ATTENTION:
                 continue
             for arm, rank in arms:
                 for bits in BITS if arm in ("fcca", "lora") else ():
@@ -238,6 +244,9 @@ class Datasets(Study):
             if (rate := rates.get(("lora", self.lora_rank))) is not None:
                 self.compressed_loras(everyone, rate, seed)
 
+    def named(self, arm: str) -> str:
+        return arm + ALL_LINEAR * (self.targets == "all-linear")
+
     def shortest(self, count: int | None) -> list[str]:
         """So many data sets, None for all, those with the shortest training rows first."""
         return sorted(self.everyone, key=lambda name: sum(len(row.input_ids) for row in self.train_rows[name]))[:count]
@@ -246,7 +255,7 @@ class Datasets(Study):
         if arm in ("base", *BY_SET):
             return None
         searched = rank if self.quick or arm == "lora" else RANK
-        return self.searched_rate(FIRST_RATES[arm], arm, searched, self.adapters(arm, searched, SEED))
+        return self.searched_rate(FIRST_RATES[arm], self.named(arm), searched, self.adapters(arm, searched, SEED))
 
     def compressed_loras(self, names: Sequence[str], rate: float, seed: int) -> None:
         """The LoRAs of rank 16 as full or diagonal cores on one basis of all of them, and each cut alone."""
@@ -494,6 +503,7 @@ def study_parser(doc: str | None, name: str) -> argparse.ArgumentParser:
     parser.add_argument("--first", type=int, help="Only so many data sets, those with the shortest rows.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--all-linear", action="store_true", help="Adapters on all linear layers, in lines apart.")
     return parser
 
 
@@ -512,7 +522,10 @@ def study_of(options: argparse.Namespace, kind: type[Kind]) -> Kind:
         "recipe": f"{TRAIN} rows, {EPOCHS} epochs, calibration {CALIBRATION}; {SCORED}",
     }  # fmt: skip
     results = Results(out, common, (*key("", 0, ""),))
-    return kind(model, encoder, tenants, results, options.work or out.with_suffix(".work"), options.quick)
+    work = options.work or out.with_suffix(".work")
+    if options.all_linear:
+        return kind(model, encoder, tenants, results, work / "all-linear", options.quick, "all-linear")
+    return kind(model, encoder, tenants, results, work, options.quick)
 
 
 def main() -> None:

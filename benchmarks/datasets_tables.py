@@ -8,12 +8,13 @@ from statistics import fmean
 import numpy as np
 
 import figures
-from datasets_quality import ARMS, BY_SET, LORA, LOWER, is_calibrated, is_newcomer
+from datasets_quality import ALL_LINEAR, ARMS, BY_SET, LORA, LOWER, is_calibrated, is_newcomer
 from frozencore_lab.reports.statistics import holm, signed_rank
 from harness import Record, table, with_range
 from tenant_tables import with_interval
 
 TUNED, FIRST = ("tuned", 16), ("fcca", 16)
+FCCA_ALL, LORA_ALL = (f"fcca{ALL_LINEAR}", 16), (f"lora{ALL_LINEAR}", 1)
 CHOSEN_LORA, CHOSEN_SMALL, CHOSEN_FCCA = ("chosen", 16), ("chosen", 1), ("chosen_fcca", 16)
 
 
@@ -37,6 +38,9 @@ DIFFERENCES: Sequence[Difference] = [
     ("later: LoRA, r = 1, at the best of three rates each minus at one rate", CHOSEN_SMALL, ("lora", 1), every),
     ("later: shared FCCA minus LoRA, r = 1, both at the best of three rates each", CHOSEN_FCCA, CHOSEN_SMALL, every),
     ("later: shared FCCA, r = 32, minus LoRA, r = 1", ("fcca", 32), ("lora", 1), every),
+    ("later: shared FCCA on all linear layers minus on attention", FCCA_ALL, FIRST, every),
+    ("later: shared FCCA on all linear layers minus LoRA, r = 1", FCCA_ALL, ("lora", 1), every),
+    ("later: shared FCCA minus LoRA, r = 1, both on all linear layers", FCCA_ALL, LORA_ALL, every),
     ("later: basis of compressed LoRAs minus shared FCCA, newcomers to both", ("compressed", 16), FIRST, is_newcomer),
     ("later: the same, those whose rows made both", ("compressed", 16), FIRST, is_calibrated),
     ("later: FCCA of every data set's gradient minus FCCA of their sum", ("joint", 16), FIRST, every),
@@ -63,6 +67,7 @@ NAMES = {
     "chosen_fcca": "one FCCA basis, the best of three rates each",
     "compressed": "one basis of compressed LoRAs", "joint": "one FCCA basis of every set's gradient",
     LOWER[0]: "its own basis of 16 rows at half the rate",
+    FCCA_ALL[0]: "one FCCA basis, all linear layers", LORA_ALL[0]: "a LoRA, all linear layers",
 }  # fmt: skip
 
 
@@ -119,7 +124,7 @@ def arms_table(lines: Sequence[Record]) -> str:
 
     An arm that has few data sets so far has no mean.
     """
-    arms = [arm for arm in (*ARMS, LOWER) if len(by_set(lines, arm, "loss")) > 1]
+    arms = [arm for arm in (*ARMS, FCCA_ALL, LORA_ALL, LOWER) if len(by_set(lines, arm, "loss")) > 1]
     if FIRST not in arms:
         return "Not measured yet.\n"
     rates = {(line["arm"], line["rank"]): line["learning_rate"] for line in lines if line["phase"] == "final"}

@@ -136,6 +136,7 @@ class Study:
     results: Results
     work: Path
     quick: bool
+    targets: tuple[str, ...] | str = ATTENTION
     calibration: ClassVar[int] = CALIBRATION
 
     @property
@@ -239,7 +240,7 @@ class Study:
         layers = bases and {
             at[:-2]: known_basis(P, bases[f"{at[:-2]}.Q"]) for at, P in bases.items() if at.endswith(".P")
         }
-        return adapted(self.model, method, rank, seed, layers)
+        return adapted(self.model, method, rank, seed, layers, targets=self.targets)
 
     def moments(self, name: str, seed: int = SEED, needs: Set[MomentName] = CAPTURE_NEEDS) -> dict[str, LayerMoments]:
         """The moments of a tenant's calibration rows, in batches of like length, so that little is padding."""
