@@ -200,9 +200,9 @@ def score_cores(
         core = done[name].core
         assert core is not None
         swap_core(model, core)
-        rounded = round_core(model, bits)
         try:
             with scoring_trained(recipe):
+                rounded = round_core(model, bits)
                 scores[name]["trained on"] = _score(inputs, tenant_rows, model, f"{name}, trained on", progress)
         except DivergenceError as error:
             scores[name]["trained on"] = str(error)

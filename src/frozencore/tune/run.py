@@ -251,7 +251,7 @@ def _score_base(
 
 @contextmanager
 def scoring_trained(recipe: Recipe) -> Iterator[None]:
-    """Score a trained model inside: if its outputs are not finite, the training diverged.
+    """Round or score what was trained inside: if values or outputs are too large, the training diverged.
 
     Raises:
         DivergenceError: In place of a ``ModelError`` from inside.

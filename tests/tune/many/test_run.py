@@ -444,6 +444,18 @@ def test_one_that_diverges_is_said_to_and_the_others_end(command, tenants: Path,
         assert {path.name for path in (tmp_path / "out" / name).iterdir()} == {"adapter", "result.json"}
 
 
+def test_a_core_too_large_for_its_bits_diverged_and_stops_no_other_tenant(
+    tenants: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frozencore.adapter.core.largest_level", lambda _: 0.0)
+    outcomes = execute_many(config_of(tenants, method="random", bits=8), tmp_path, no_progress)
+    assert list(outcomes) == list(SIZES)
+    for failure in outcomes.values():
+        assert isinstance(failure, Failure)
+        assert failure.reason == "diverged"
+        assert failure.message.startswith("Training diverged: A core of 8 bits has values of 0e+00 at most")
+
+
 def test_a_dry_run_counts_the_rows_and_steps_that_are_then_recorded_and_shown_with_each_loss(  # type: ignore[no-untyped-def]
     command, tenants: Path, tmp_path: Path, monkeypatch
 ) -> None:

@@ -11,7 +11,7 @@ from frozencore.adapter.bank import CoreStack
 from frozencore.adapter.card import write_model_card
 from frozencore.adapter.core import Core
 from frozencore.adapter.folders import SavedAdapter, read_adapter
-from frozencore.errors import FrozenCoreError
+from frozencore.errors import DivergenceError, FrozenCoreError
 from frozencore.files.atomic_write import atomic_folder, write_json
 from frozencore.files.names import ADAPTER
 from frozencore.tune.adapt import Adapted, undone_by_rounding
@@ -27,6 +27,7 @@ from frozencore.tune.many.tenant import Trained
 from frozencore.tune.many.tenant_rows import TenantRows
 from frozencore.tune.provenance import Provenance
 from frozencore.tune.record import Failure, TenantGroup, TunedRecord
+from frozencore.tune.run import scoring_trained
 from frozencore.tune.scoring.score import Score
 from frozencore.tune.training.recipe import Recipe
 
@@ -92,7 +93,11 @@ class Finisher:
         if trained.core is None:
             return trained
         bits = self.rows_of[name][0].config.method.saved_bits
-        core = trained.core.in_bits(bits, self.template.ranks)
+        try:
+            with scoring_trained(self.rows_of[name][1]):
+                core = trained.core.in_bits(bits, self.template.ranks)
+        except DivergenceError as error:
+            return replace(trained, core=None, diverged=str(error))
         return replace(trained, core=core, warnings=undone_by_rounding(self.start, trained.core, core))
 
     def _held_out(self, cores: Mapping[str, Core]) -> dict[str, float]:
