@@ -421,8 +421,9 @@ class Datasets(Study):
             batch = {at: one.to(device) for at, one in collate(rows[start : start + ROWS_AT_ONCE]).items()}
             labels = batch.pop("labels")[:, 1:]
             first = int((labels != -100).nonzero()[:, 1].min())  # logits before the first completion are not needed
+            wanted = torch.arange(first, labels.shape[1], device=device)  # a number of logits is slow on CPUs
             with torch.no_grad():
-                logits = model(**batch, logits_to_keep=labels.shape[1] + 1 - first).logits[:, :-1].float()
+                logits = model(**batch, logits_to_keep=wanted).logits.float()
             labels = labels[:, first:]
             counts = labels != -100
             nats += float(torch.nn.functional.cross_entropy(logits[counts], labels[counts], reduction="sum"))
