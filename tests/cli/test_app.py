@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import runpy
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import frozencore
+import frozencore_command
 from frozencore import public, text
 from frozencore.cli import app as cli
 from frozencore.errors import ArtifactError
@@ -153,6 +155,45 @@ def test_the_script_that_pip_writes_and_the_module_start_without_torch(tmp_path:
         imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
         assert len(imported) > 50
         assert not imported & {"torch", "transformers", "peft", "datasets", "accelerate", "matplotlib", "scipy"}
+
+
+def test_the_command_limits_the_kernels_that_torch_keeps_but_for_limits_that_were_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, given = frozencore_command.KERNEL_CACHES
+    monkeypatch.setenv(ours, "")
+    monkeypatch.delenv(ours)
+    monkeypatch.setenv(given, "7")
+    monkeypatch.setattr(frozencore_command, "NEEDED", ("not_installed",))
+    with pytest.raises(SystemExit):
+        frozencore_command.main()
+    assert (os.environ[ours], os.environ[given]) == ("64", "7")
+
+
+GROWS = """
+import torch
+def resident():
+    with open("/proc/self/statm") as found:
+        return int(found.read().split()[1])
+torch.set_num_threads(1)
+W = torch.randn(1536, 576).bfloat16()
+before = resident()
+for tokens in range(2, 202):
+    torch.nn.functional.linear(torch.randn(tokens, 576).bfloat16().requires_grad_(True), W).sum().backward()
+print(resident() - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_grows_little_with_the_shapes_of_products_in_bfloat16() -> None:
+    if not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("this CPU has no products in bfloat16")
+    pages = []
+    for limits in ({}, dict.fromkeys(frozencore_command.KERNEL_CACHES, "64")):
+        words = [sys.executable, "-c", GROWS]
+        done = subprocess.run(words, env=os.environ | limits, capture_output=True, text=True, check=True)
+        pages.append(int(done.stdout))
+    assert pages[1] < pages[0] / 2
 
 
 def test_in_the_commands_own_process_every_public_name_is_there_when_it_is_asked_for(

@@ -23,6 +23,7 @@ from frozencore.tune.scoring.choice import (
     predict_choices,
     prefix_mask_logprobs,
 )
+from frozencore.tune.scoring.forward import scoring_mode
 from tiny import VOCABULARY, tiny_all_logits, tiny_gpt2, tiny_llama, tiny_qwen2
 
 
@@ -211,3 +212,17 @@ def test_the_likeliest_choice_wins_and_lengths_normalise_by_characters(
     assert plain.logprobs == pytest.approx(expected, abs=1e-4)
     assert plain.prediction == example.choices[expected.index(max(expected))]
     assert normalised.logprobs == pytest.approx([expected[0] / 17, expected[1] / 2], abs=1e-4)
+
+
+def test_the_output_layer_of_a_frozen_model_gets_contiguous_inputs_which_torch_multiplies_as_one() -> None:
+    model, seen = tiny_qwen2().requires_grad_(False), list[bool]()
+    head = model.get_output_embeddings()
+    expected = choice_logprobs(model, random_rows(6), pad_id=0)
+    with scoring_mode(model):
+        handle = head.register_forward_pre_hook(lambda _, given: seen.append(given[0].is_contiguous()))
+        model(torch.ones(3, 7, dtype=torch.long), logits_to_keep=2)
+        handle.remove()
+    assert seen == [True]
+    assert not head._forward_pre_hooks
+    for found, exact in zip(expected, reference_logprobs(model, random_rows(6)), strict=True):
+        assert found == pytest.approx(exact, abs=1e-4)

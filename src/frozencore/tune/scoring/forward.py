@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,15 +48,32 @@ class Prediction:
 
 @contextmanager
 def scoring_mode(model: nn.Module) -> Iterator[None]:
-    """Use evaluation mode without gradients inside; restore every module's mode, also after an error."""
+    """Use evaluation mode without gradients inside; restore every module's mode, also after an error.
+
+    The output layer gets contiguous inputs. Where a model takes the last n positions of each row, torch would multiply
+    each row by the weights alone: on CPUs several times slower, in bfloat16 hundreds of times.
+    """
     was_training = {module: module.training for module in model.modules()}
     model.eval()
-    try:
-        with torch.inference_mode(), without_randomness(model):
-            yield
-    finally:
-        for module, training in was_training.items():
-            module.training = training
+    with ExitStack() as stack:
+        if (head := output_layer_of(model)) is not None:
+            stack.callback(head.register_forward_pre_hook(_contiguous).remove)
+        try:
+            with torch.inference_mode(), without_randomness(model):
+                yield
+        finally:
+            for module, training in was_training.items():
+                module.training = training
+
+
+def output_layer_of(model: nn.Module) -> nn.Module | None:
+    """The layer that makes the logits; None if the model does not name it."""
+    head: nn.Module | None = getattr(base_of(model), "get_output_embeddings", lambda: None)()
+    return head
+
+
+def _contiguous(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(one.contiguous() if isinstance(one, Tensor) else one for one in given)
 
 
 def vocabulary_of(model: nn.Module) -> int:
@@ -109,7 +126,7 @@ def _is_causal(model: nn.Module) -> bool:
 @contextmanager
 def _logits_at(model: nn.Module, wanted: Tensor) -> Iterator[list[bool]]:
     """Let the output layer see only the wanted positions, as one row; the list stays empty if that is impossible."""
-    head, narrowed = getattr(base_of(model), "get_output_embeddings", lambda: None)(), list[bool]()
+    head, narrowed = output_layer_of(model), list[bool]()
     if head is None or isinstance(head, FrozenCoreLinear) or not forward_accepts(model, "logits_to_keep"):
         yield narrowed  # the output layer has row cores, or the model reads logits in another way
         return
