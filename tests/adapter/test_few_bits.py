@@ -16,7 +16,7 @@ from frozencore import CONSTRUCTORS, CoreBank, get_core, merge_adapters, save_ba
 from frozencore.adapter.core import Core
 from frozencore.adapter.export.link import core_fragment
 from frozencore.adapter.folders import read_adapter
-from frozencore.errors import ArtifactError, ModelError
+from frozencore.errors import ArtifactError, ConfigError
 from frozencore.maths.quantise import BITS, quantise
 from tiny import BATCHES, adapted, cores_of, logits, tiny_qwen2
 
@@ -121,7 +121,7 @@ def test_codes_without_what_gives_their_values_are_refused(
 
 def test_values_beyond_every_scale_are_refused_and_those_below_are_zero() -> None:
     for bits in BITS:
-        with pytest.raises(ModelError, match="with 32 bits"):
+        with pytest.raises(ConfigError, match="with 32 bits"):
             Core("0" * 32, torch.tensor([1e8, 1.0, 0.0, 0.0])).in_bits(bits, {"layer": 2})
         assert not Core("0" * 32, torch.full((4,), 1e-9)).in_bits(bits, {"layer": 2}).values.any()
 

@@ -23,7 +23,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from frozencore.errors import ArtifactError, ConfigError, ModelError
+from frozencore.errors import ArtifactError, ConfigError
 from frozencore.maths.linalg import all_finite
 from frozencore.maths.quantise import BITS, largest_level, levels, pack, quantise, unpack
 
@@ -147,8 +147,7 @@ class Core:
             ranks: As for :meth:`by_layer`.
 
         Raises:
-            ConfigError: Another number of bits, which no file names.
-            ModelError: A value is too large for so few bits.
+            ConfigError: Another number of bits, which no file names, or a value is too large for so few.
         """
         if bits not in (32, *BITS):
             raise ConfigError(f"A core has values of {', '.join(map(str, BITS))} or 32 bits, but {bits!r} was given.")
@@ -157,7 +156,7 @@ class Core:
         if bits == 32:
             return Core(self.basis_id, self.values)
         if (largest := float(self.values.abs().max())) > (most := largest_level(bits)):
-            raise ModelError(
+            raise ConfigError(
                 f"A core of {bits} bits has values of {most:.0e} at most, but {largest:.0e} is one of these. Save it "
                 "with 32 bits."
             )

@@ -18,7 +18,7 @@ from frozencore.adapter.core import Core
 from frozencore.adapter.loaded_basis import basis_id
 from frozencore.adapter.swap import get_core, round_core, swap_core
 from frozencore.distributed import broadcast_from_rank0, num_ranks, own_rank, raise_on_any_rank
-from frozencore.errors import DivergenceError, ModelError
+from frozencore.errors import ConfigError, DivergenceError, ModelError
 from frozencore.files.atomic_write import write_json, write_lines, write_text
 from frozencore.files.fingerprint import fingerprint_tensors, fingerprints_of
 from frozencore.files.names import ADAPTER
@@ -254,11 +254,11 @@ def scoring_trained(recipe: Recipe) -> Iterator[None]:
     """Round or score what was trained inside: if values or outputs are too large, the training diverged.
 
     Raises:
-        DivergenceError: In place of a ``ModelError`` from inside.
+        DivergenceError: In place of a ``ModelError`` or ``ConfigError`` from inside.
     """
     try:
         yield
-    except ModelError as error:  # the same rows were scored before training
+    except (ModelError, ConfigError) as error:  # the same rows were scored before training
         raise DivergenceError(
             f"Training diverged: {error} Lower the learning rate ({recipe.learning_rate})."
         ) from error
