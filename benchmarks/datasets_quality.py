@@ -52,6 +52,10 @@ the development sets among the 24 with the shortest rows, as ``frozencore compre
 every data set's own whitened gradient, each at norm 1, where FCCA takes the gradient of all rows: gradients of unlike
 data sets cancel in a sum.
 
+Set on 1 December for Qwen2.5-Coder-1.5B in bfloat16, when five of its measured cores had been seen: ``measured`` minus
+a LoRA of rank 1 at .004, which was found at 0.5B, and at .002; minus shared Random at .03, half of the rate measured
+for it there, and at .015; six data sets (``datasets-coder.jsonl``).
+
 Set on 1 December, before their first runs: ``--all-linear``, adapters on all linear layers, for the shared FCCA of rank
 16 and for a LoRA of rank 1. The question is whether more layers close the gap of a shared core to a LoRA of rank 1 on
 the attention layers, which has twice the values of such a core.

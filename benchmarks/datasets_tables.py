@@ -53,6 +53,19 @@ AT_HALF: Sequence[Difference] = [
     ("later: shared FCCA at half the measured rates minus at these", ("halved", 16), ("measured", 16), every),
 ]
 """Those of Qwen2.5-Coder-0.5B."""
+AT_CODER: Sequence[Difference] = [
+    ("shared FCCA at measured rates minus LoRA, r = 1, at .004", ("measured", 16), ("lora, at 0.004", 1), every),
+    ("the same, at .002", ("measured", 16), ("lora, at 0.002", 1), every),
+    ("shared FCCA at measured rates minus shared Random at .03", ("measured", 16), ("random, at 0.03", 16), every),
+    ("the same, at .015", ("measured", 16), ("random, at 0.015", 16), every),
+]
+"""Those of Qwen2.5-Coder-1.5B."""
+AT_SMALL: Sequence[Difference] = [
+    ("own basis as of tune minus shared FCCA, both at measured rates", TUNED, ("measured", 16), every),
+    ("shared FCCA at measured rates minus LoRA, r = 1", ("measured", 16), ("lora", 1), every),
+    ("shared FCCA at measured rates minus shared Random", ("measured", 16), ("random", 16), every),
+]
+"""Those of SmolLM2 that stand beside the larger models'."""
 EQUAL = {"loss": 0.03, "exact": 2.0}
 DIGITS = {"loss": 3, "exact": 1}
 STAR = 0.05
@@ -80,8 +93,28 @@ def by_set(lines: Sequence[Record], arm: tuple[str, int], measure: str) -> dict[
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
-def primary_table(lines: Sequence[Record], wanted: Sequence[Difference] = DIFFERENCES) -> str:
+def primary_table(lines: Sequence[Record]) -> str:
     """Differences of two arms on the data sets that both have, beside what counts as equal."""
+    return _of_differences(_difference_rows(lines, DIFFERENCES))
+
+
+def sizes_table(small: Sequence[Record], half: Sequence[Record], coder: Sequence[Record]) -> str:
+    """Such differences of three models."""
+    sizes = {"135M": (small, AT_SMALL), "0.5B": (half, AT_HALF), "1.5B": (coder, AT_CODER)}
+    rows = [
+        [f"{size}: {title}", *cells]
+        for size, (lines, wanted) in sizes.items()
+        for title, *cells in _difference_rows(lines, wanted)
+    ]
+    return _of_differences(rows)
+
+
+def _of_differences(rows: list[list[str]]) -> str:
+    heads = ["difference", "data sets", "loss", "equal within .03", "exact match, points", "equal within 2"]
+    return table(heads, rows) if rows else "Not measured yet.\n"
+
+
+def _difference_rows(lines: Sequence[Record], wanted: Sequence[Difference]) -> list[list[str]]:
     rows = []
     for title, one, other, counts in wanted:
         cells = []
@@ -95,8 +128,7 @@ def primary_table(lines: Sequence[Record], wanted: Sequence[Difference] = DIFFER
             cells += [str(len(differences)), in_words(differences, digits), equal]
         else:
             rows.append([title, *cells[:3], *cells[4:]])
-    heads = ["difference", "data sets", "loss", "equal within .03", "exact match, points", "equal within 2"]
-    return table(heads, rows) if rows else "Not measured yet.\n"
+    return rows
 
 
 def apart(lines: Sequence[Record], arm: tuple[str, int], first: tuple[str, int], measure: str) -> dict[str, float]:

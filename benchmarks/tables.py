@@ -156,9 +156,11 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
     "docs/sharing.md": {
         "datasets": (datasets_tables.arms_table, "datasets-quality.jsonl"),
         "datasets-primary": (datasets_tables.primary_table, "datasets-quality.jsonl"),
-        "datasets-half": (
-            partial(datasets_tables.primary_table, wanted=datasets_tables.AT_HALF),
+        "datasets-size": (
+            datasets_tables.sizes_table,
+            "datasets-quality.jsonl",
             "datasets-half.jsonl",
+            "datasets-coder.jsonl",
         ),
         "tenants": (partial(tenant_tables.sharing_table, "all"), "tenants-quality.jsonl"),
         "bases": (partial(tenant_tables.bases_table, "all"), *TENANTS[1:]),
