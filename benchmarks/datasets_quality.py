@@ -52,6 +52,10 @@ the development sets among the 24 with the shortest rows, as ``frozencore compre
 every data set's own whitened gradient, each at norm 1, where FCCA takes the gradient of all rows: gradients of unlike
 data sets cancel in a sum.
 
+Set on 30 November for Qwen2.5-Coder-0.5B, where a shared core is 5 points below a LoRA of rank 1: ``measured`` at rank
+32, and ``halved``, at half of the measured rates. The latter was set when four lines of the former had been seen, at
+higher rates on the shared basis than on own ones.
+
 Set on 1 December for Qwen2.5-Coder-1.5B in bfloat16, when five of its measured cores had been seen: ``measured`` minus
 a LoRA of rank 1 at .004, which was found at 0.5B, and at .002; minus shared Random at .03, half of the rate measured
 for it there, and at .015; six data sets (``datasets-coder.jsonl``).
@@ -59,10 +63,6 @@ for it there, and at .015; six data sets (``datasets-coder.jsonl``).
 Set on 1 December, before their first runs: ``--all-linear``, adapters on all linear layers, for the shared FCCA of rank
 16 and for a LoRA of rank 1. The question is whether more layers close the gap of a shared core to a LoRA of rank 1 on
 the attention layers, which has twice the values of such a core.
-
-Set on 30 November for Qwen2.5-Coder-0.5B, where a shared core is 5 points below a LoRA of rank 1: ``measured`` at rank
-32, and ``halved``, at half of the measured rates. The latter was set when four lines of the former had been seen, at
-higher rates on the shared basis than on own ones.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -80,7 +81,6 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from contestants import ATTENTION
 from diagonal import diagonal
 from frozencore import Core, basis_id, calibrate, swap_core
 from frozencore.adapter.basis import Basis
@@ -98,7 +98,20 @@ from frozencore.tune.rows.token_batches import PaddingCollator, calibration_batc
 from frozencore.tune.training.recipe import Recipe
 from harness import ROOT, Record, parser_of, study_file
 from tenant_rows import Tenant, TenantPlan, manifest_of
-from tenant_study import RANK, SEED, Adapters, Job, Results, Study, Updates, key, put_factors, rows_of, study_model
+from tenant_study import (
+    ALL_LINEAR,
+    RANK,
+    SEED,
+    Adapters,
+    Job,
+    Results,
+    Study,
+    Updates,
+    key,
+    put_factors,
+    rows_of,
+    study_model,
+)
 from tenants_quality import mean_of
 
 TRAIN, VALIDATION, EPOCHS, CALIBRATION = 96, 54, 4, 16
@@ -130,7 +143,6 @@ SHARES = {"measured": 1.0, "halved": 0.5}
 """Arms at the measured rate or at a share of it."""
 CHOSEN = {"chosen": "lora", "chosen_fcca": "fcca"}
 """Arms at the best of three rates, and how their adapters are trained."""
-ALL_LINEAR = ", all linear layers"
 LOWER = ("own, at 0.02", 16)
 """Own bases at the rate of the shared one, half of the one found for them."""
 COMPRESSED = 24
@@ -238,7 +250,7 @@ class Datasets(Study):
                     named = self.named(arm) + (f", at {given:g}" if given else "")
                     jobs = [(name, rate) for name in group]
                     self.measure(named, rank, jobs, self.adapters(arm, rank, seed), seed=seed)
-            if only_train or given or self.targets != ATTENTION:
+            if only_train or given or self.on_all_linear:
                 continue
             for arm, rank in arms:
                 for bits in BITS if arm in ("fcca", "lora") else ():
@@ -248,8 +260,12 @@ class Datasets(Study):
             if (rate := rates.get(("lora", self.lora_rank))) is not None:
                 self.compressed_loras(everyone, rate, seed)
 
+    @property
+    def on_all_linear(self) -> bool:
+        return self.targets == "all-linear"
+
     def named(self, arm: str) -> str:
-        return arm + ALL_LINEAR * (self.targets == "all-linear")
+        return arm + ALL_LINEAR * self.on_all_linear
 
     def shortest(self, count: int | None) -> list[str]:
         """So many data sets, None for all, those with the shortest training rows first."""
@@ -508,7 +524,6 @@ def study_parser(doc: str | None, name: str) -> argparse.ArgumentParser:
     parser.add_argument("--first", type=int, help="Only so many data sets, those with the shortest rows.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--all-linear", action="store_true", help="Adapters on all linear layers, in lines apart.")
     return parser
 
 
@@ -527,10 +542,7 @@ def study_of(options: argparse.Namespace, kind: type[Kind]) -> Kind:
         "recipe": f"{TRAIN} rows, {EPOCHS} epochs, calibration {CALIBRATION}; {SCORED}",
     }  # fmt: skip
     results = Results(out, common, (*key("", 0, ""),))
-    work = options.work or out.with_suffix(".work")
-    if options.all_linear:
-        return kind(model, encoder, tenants, results, work / "all-linear", options.quick, "all-linear")
-    return kind(model, encoder, tenants, results, work, options.quick)
+    return kind(model, encoder, tenants, results, options.work or out.with_suffix(".work"), options.quick)
 
 
 def main() -> None:
@@ -540,8 +552,11 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="A learning rate in place of the searched one, in lines apart.")
     parser.add_argument("--seeds", type=int, help="Only so many seeds.")
     parser.add_argument("--only-train", action="store_true", help="Leave out fewer bits and compression.")
+    parser.add_argument("--all-linear", action="store_true", help="Adapters on all linear layers, in lines apart.")
     options = parser.parse_args()
     study = study_of(options, Datasets)
+    if options.all_linear:
+        study = replace(study, targets="all-linear", work=study.work / "all-linear")
     arms = options.arms or (QUICK_ARMS if options.quick else ARMS)
     everyone = options.sets or study.shortest(options.first)
     study.run(arms, everyone, options.seeds, options.only_train, options.rate)

@@ -13,7 +13,7 @@ from frozencore_lab.reports.statistics import holm, signed_rank
 from harness import Record, table, with_range
 from tenant_tables import with_interval
 
-TUNED, FIRST = ("tuned", 16), ("fcca", 16)
+TUNED, FIRST, MEASURED = ("tuned", 16), ("fcca", 16), ("measured", 16)
 FCCA_ALL, LORA_ALL = (f"fcca{ALL_LINEAR}", 16), (f"lora{ALL_LINEAR}", 1)
 CHOSEN_LORA, CHOSEN_SMALL, CHOSEN_FCCA = ("chosen", 16), ("chosen", 1), ("chosen_fcca", 16)
 
@@ -29,7 +29,7 @@ DIFFERENCES: Sequence[Difference] = [
     ("shared FCCA minus shared Random", FIRST, ("random", 16), every),
     ("later: own basis as of tune minus shared FCCA, newcomers to this", TUNED, FIRST, is_newcomer),
     ("later: the same, those whose rows made it too", TUNED, FIRST, is_calibrated),
-    ("later: own basis minus shared FCCA, both at measured rates", TUNED, ("measured", 16), every),
+    ("later: own basis minus shared FCCA, both at measured rates", TUNED, MEASURED, every),
     ("later: own basis as of tune minus LoRA, r = 16", TUNED, ("lora", 16), every),
     ("later: LoRA, r = 16, at the best of three rates each minus at one rate", CHOSEN_LORA, ("lora", 16), every),
     ("later: own basis as of tune minus LoRA, r = 16, at the best of three rates each", TUNED, CHOSEN_LORA, every),
@@ -46,26 +46,26 @@ DIFFERENCES: Sequence[Difference] = [
     ("later: FCCA of every data set's gradient minus FCCA of their sum", ("joint", 16), FIRST, every),
 ]
 """The three that were set before the runs, then later ones: two arms, and the data sets that count."""
-AT_HALF: Sequence[Difference] = [
-    ("own basis as of tune minus shared FCCA, both at measured rates", TUNED, ("measured", 16), every),
-    ("shared FCCA at measured rates minus LoRA, r = 1", ("measured", 16), ("lora", 1), every),
-    ("later: shared FCCA, r = 32, minus r = 16, both at measured rates", ("measured", 32), ("measured", 16), every),
-    ("later: shared FCCA at half the measured rates minus at these", ("halved", 16), ("measured", 16), every),
+BESIDE: Sequence[Difference] = [
+    ("own basis as of tune minus shared FCCA, both at measured rates", TUNED, MEASURED, every),
+    ("shared FCCA at measured rates minus LoRA, r = 1", MEASURED, ("lora", 1), every),
 ]
-"""Those of Qwen2.5-Coder-0.5B."""
-AT_CODER: Sequence[Difference] = [
-    ("shared FCCA at measured rates minus LoRA, r = 1, at .004", ("measured", 16), ("lora, at 0.004", 1), every),
-    ("the same, at .002", ("measured", 16), ("lora, at 0.002", 1), every),
-    ("shared FCCA at measured rates minus shared Random at .03", ("measured", 16), ("random, at 0.03", 16), every),
-    ("the same, at .015", ("measured", 16), ("random, at 0.015", 16), every),
-]
-"""Those of Qwen2.5-Coder-1.5B."""
 AT_SMALL: Sequence[Difference] = [
-    ("own basis as of tune minus shared FCCA, both at measured rates", TUNED, ("measured", 16), every),
-    ("shared FCCA at measured rates minus LoRA, r = 1", ("measured", 16), ("lora", 1), every),
-    ("shared FCCA at measured rates minus shared Random", ("measured", 16), ("random", 16), every),
+    *BESIDE,
+    ("shared FCCA at measured rates minus shared Random", MEASURED, ("random", 16), every),
 ]
-"""Those of SmolLM2 that stand beside the larger models'."""
+AT_HALF: Sequence[Difference] = [
+    *BESIDE,
+    ("later: shared FCCA, r = 32, minus r = 16, both at measured rates", ("measured", 32), MEASURED, every),
+    ("later: shared FCCA at half the measured rates minus at these", ("halved", 16), MEASURED, every),
+]
+AT_CODER: Sequence[Difference] = [
+    ("shared FCCA at measured rates minus LoRA, r = 1, at .004", MEASURED, ("lora, at 0.004", 1), every),
+    ("the same, at .002", MEASURED, ("lora, at 0.002", 1), every),
+    ("shared FCCA at measured rates minus shared Random at .03", MEASURED, ("random, at 0.03", 16), every),
+    ("the same, at .015", MEASURED, ("random, at 0.015", 16), every),
+]
+"""Those of the table by size: of SmolLM2, and of Qwen2.5-Coder with half a billion and with 1.5 billion parameters."""
 EQUAL = {"loss": 0.03, "exact": 2.0}
 DIGITS = {"loss": 3, "exact": 1}
 STAR = 0.05

@@ -35,7 +35,7 @@ from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import overhead_tokens_of
 from harness import ROOT, Record, parser_of, study_file, table, with_range
-from tenant_study import RANK, Results, adapted, rows_of, study_model, zero_core
+from tenant_study import ALL_LINEAR, RANK, Results, adapted, rows_of, study_model, zero_core
 from tenant_tables import with_interval
 
 TRAIN, HELD_OUT, ROWS_A_STEP, EPOCHS, WARMUP, SEED = 128, 96, 8, 2, 0.1, 42
@@ -81,7 +81,6 @@ MODELS = {
 }
 """Models by folder; a spread is that with which rescale.py widens the channels."""
 COMPARED_MODELS = "smollm2", "half"
-ALL_LINEAR = ", all linear layers"
 KINDS = {"fcca": "FCCA", "rawgrad": "RawGrad", "eva": "EVA", "random": "Random"}
 FACTORS = {"x0.5": "half of it", "proposed": "proposed rate", "x2": "twice"}
 FIXED = 1e-2  # the default before rates were measured

@@ -56,6 +56,8 @@ ROWS_A_STEP, FEWEST_STEPS, WARMUP = 8, 16, 0.1
 CALIBRATION = 64  # rows of each tenant
 RECIPE = f"{ROWS_A_STEP} rows a step, {FEWEST_STEPS} steps, warm-up {WARMUP}, calibration {CALIBRATION}"
 MOST_RATES = 6
+ALL_LINEAR = ", all linear layers"
+"""The end of the name of an arm whose adapters are on all linear layers."""
 
 Job = tuple[str, float | None]
 """A tenant and its learning rate; None where an arm trains nothing, or at one rate only."""

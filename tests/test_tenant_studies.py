@@ -109,6 +109,12 @@ def test_the_tables_of_data_sets_pair_what_both_arms_have_and_name_what_is_shown
     found = f"| own basis (of 16 rows) minus shared FCCA | 3 | -0.100 (-0.100 to -0.100) {same}"
     assert found in study.primary_table(lines)
     assert "shared Random" not in study.primary_table(lines)
+    assert "| set-0 | 50.0, 7.000 | 50.0, 1.000 |  |  | 50.0, 1.500 |" in study.each_table(lines)
+    assert "| set-3 |  | 50.0, 9.000 |  |  |  |" in study.each_table(lines)
+    at_half = [{**line, "arm": "measured"} if line["arm"] == "fcca" else line for line in lines]
+    sizes = study.sizes_table(lines, at_half, [])
+    assert "| 0.5B: shared FCCA at measured rates minus LoRA, r = 1 | 3 | -0.367 (-0.500 to -0.100) |" in sizes
+    assert "135M: " not in sizes
     monkeypatch.setattr(study, "ENOUGH", 3)
     arms = study.arms_table([*lines, *({**line, "rank": 8} for line in lines[:2])])
     assert "| one FCCA basis, r = 8 | 2 | 0.01 |  | +0.000 (+0.000 to +0.000) |  | +0.0 (+0.0 to +0.0) |" in arms

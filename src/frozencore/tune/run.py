@@ -258,7 +258,7 @@ def scoring_trained(recipe: Recipe) -> Iterator[None]:
     """
     try:
         yield
-    except (ModelError, ConfigError) as error:  # the same rows were scored before training
+    except (ModelError, ConfigError) as error:  # the same rows were scored before, and the bits are known
         raise DivergenceError(
             f"Training diverged: {error} Lower the learning rate ({recipe.learning_rate})."
         ) from error

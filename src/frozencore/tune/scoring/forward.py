@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,15 +55,12 @@ def scoring_mode(model: nn.Module) -> Iterator[None]:
     """
     was_training = {module: module.training for module in model.modules()}
     model.eval()
-    with ExitStack() as stack:
-        if (head := output_layer_of(model)) is not None:
-            stack.callback(head.register_forward_pre_hook(_contiguous).remove)
-        try:
-            with torch.inference_mode(), without_randomness(model):
-                yield
-        finally:
-            for module, training in was_training.items():
-                module.training = training
+    try:
+        with torch.inference_mode(), without_randomness(model), _contiguous_inputs(output_layer_of(model)):
+            yield
+    finally:
+        for module, training in was_training.items():
+            module.training = training
 
 
 def output_layer_of(model: nn.Module) -> nn.Module | None:
@@ -72,8 +69,11 @@ def output_layer_of(model: nn.Module) -> nn.Module | None:
     return head
 
 
-def _contiguous(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(one.contiguous() if isinstance(one, Tensor) else one for one in given)
+def _contiguous_inputs(layer: nn.Module | None) -> AbstractContextManager[object]:
+    def contiguous(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(one.contiguous() if isinstance(one, Tensor) else one for one in given)
+
+    return nullcontext() if layer is None else layer.register_forward_pre_hook(contiguous)
 
 
 def vocabulary_of(model: nn.Module) -> int:
